@@ -1,0 +1,38 @@
+.PHONY: help quickstart test test-slow quality style clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+help:  ## Show what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/installed  ## Make the environment and train a small model on real MCP servers (10 minutes, no GPU)
+	$(LAUNCH) recipes/quickstart.py
+
+test: $(VENV)/installed  ## Make the environment and run the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
+	$(BIN)/python -m pytest
+
+quality: $(VENV)/installed  ## Check lint, format, types, spelling and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+style: $(VENV)/installed  ## Mend lint and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment
+	rm -rf $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"mcp_grpo needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@

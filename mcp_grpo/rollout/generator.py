@@ -1,0 +1,73 @@
+"""The seam between the rollout and whatever samples tokens."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """
+    How one turn is sampled.
+
+    Args:
+        max_tokens (`int`):
+            Limit on the tokens of the turn, at least 1.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the distribution. 0 takes the most likely token.
+        seed (`int`, *optional*, defaults to `0`):
+            Start of this turn's own stream of random numbers. What else is in the batch does not change it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """
+    One sampled turn.
+
+    Args:
+        token_ids (`tuple[int, ...]`):
+            What was sampled, at least one token, the end-of-turn token included.
+        logprobs (`tuple[float, ...]`):
+            Log-probability of each token under the distribution it was sampled from.
+        finish_reason (`Literal["stop", "length"]`):
+            Whether the policy ended its turn or ran out of tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class Generator(Protocol):
+    """Prompts in, sampled tokens and their log-probabilities out."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """
+        Sample one turn. Any number of these may be awaited at once, from any event loop.
+
+        Args:
+            prompt_ids (`Sequence[int]`):
+                Everything the policy has seen so far.
+            sampling ([`Sampling`]):
+                How to sample.
+
+        Returns:
+            [`Generation`]: The turn.
+        """
+        ...
+
+    def serve(self, until: Future[Any]) -> None:
+        """
+        Do the sampling, on the thread that owns the model, until `until` is done.
+
+        Args:
+            until (`Future`):
+                The rollout that asks for generations.
+        """
+        ...

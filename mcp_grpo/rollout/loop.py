@@ -1,0 +1,216 @@
+"""One trajectory, from its task to its end."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from mcp_grpo.errors import RolloutError, ToolServerError
+from mcp_grpo.rollout.generator import Generator, Sampling
+from mcp_grpo.rollout.renderer import ParsedTurn, Renderer
+from mcp_grpo.tools import Lease, ToolPool
+from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """
+    Where a trajectory ends at the latest.
+
+    Args:
+        max_turns (`int`):
+            Times the policy may generate; a task's own `max_turns` comes first.
+        max_completion_length (`int`):
+            Tokens after the prompt, tool results included, as TRL counts them.
+        max_context (`int`, *optional*):
+            Tokens the model can attend to, prompt included.
+        timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds of wall-clock time.
+    """
+
+    max_turns: int
+    max_completion_length: int
+    max_context: int | None = None
+    timeout: float = 600.0
+
+
+async def roll_out(
+    task: Task,
+    *,
+    pool: ToolPool,
+    renderer: Renderer,
+    generator: Generator,
+    limits: Limits,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Trajectory:
+    """
+    Attempt a task once: generate, call the tools, append what they say, until an answer or a limit.
+
+    Whatever happens to tools and servers ends up in the trajectory; nothing of it is raised.
+
+    Args:
+        task (`Task`):
+            What to attempt.
+        pool (`ToolPool`):
+            The open servers.
+        renderer (`Renderer`):
+            Messages to tokens and back.
+        generator (`Generator`):
+            The policy.
+        limits (`Limits`):
+            Where to end at the latest.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of sampling.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of this trajectory. The same seed and the same tool results give the same trajectory.
+
+    Returns:
+        [`Trajectory`]: The finished record.
+    """
+    start = time.monotonic()
+    attempt = _Attempt(task, renderer, generator, limits, temperature, seed)
+    stop_reason = StopReason.DEADLINE
+    with anyio.move_on_after(limits.timeout):
+        try:
+            async with pool.lease(task) as lease:
+                stop_reason = await attempt.run(lease)
+        except ToolServerError as error:
+            stop_reason, attempt.error = StopReason.SERVER_FAILED, str(error)
+    return attempt.finish(stop_reason, seconds=time.monotonic() - start)
+
+
+class _Attempt:
+    """What has been written so far; becomes a `Trajectory` at the end."""
+
+    def __init__(
+        self,
+        task: Task,
+        renderer: Renderer,
+        generator: Generator,
+        limits: Limits,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        self.task = task
+        self.error: str | None = None
+        self._renderer = renderer
+        self._generator = generator
+        self._limits = limits
+        self._temperature = temperature
+        self._seed = seed
+        self._prompt_ids: tuple[int, ...] = ()
+        self._history: tuple[int, ...] = ()
+        self._segments: list[Segment] = []
+        self._messages: list[Message] = []
+        self._exchanges: list[Exchange] = []
+
+    async def run(self, lease: Lease) -> StopReason:
+        schemas = [tool.schema for tool in lease.tools]
+        self._prompt_ids = self._history = self._renderer.prompt_ids(self.task.prompt, schemas)
+        if self._room() < 1:
+            self.error = (
+                f"The prompt of task {self.task.task_id!r} has {len(self._prompt_ids)} tokens, which leaves no room in "
+                f"the model's context of {self._limits.max_context}. Allow fewer tools or shorten the prompt."
+            )
+            return StopReason.CONTEXT_FULL
+        max_turns = self.task.max_turns or self._limits.max_turns
+        for turn in range(max_turns):
+            parsed, ended = await self._generate(turn, schemas)
+            if not ended:
+                return StopReason.MAX_TOKENS
+            if not parsed.calls and parsed.malformed is None:
+                return StopReason.ANSWERED
+            exchanges = await self._call(parsed, lease, turn)
+            self._exchanges += exchanges
+            broken = [e for e in exchanges if e.result.kind.is_server_fault]
+            if broken:
+                self.error = f"`{broken[0].call.name}`: {broken[0].result.text}"
+                return StopReason.SERVER_FAILED
+            # In its last turn the policy's calls still run, for what they do, but it cannot read the results.
+            if turn + 1 < max_turns and (stop_reason := self._observe(exchanges)):
+                return stop_reason
+        return StopReason.MAX_TURNS
+
+    def finish(self, stop_reason: StopReason, seconds: float) -> Trajectory:
+        trajectory = Trajectory(
+            task=self.task,
+            prompt_ids=self._prompt_ids or self._renderer.prompt_ids(self.task.prompt, []),
+            segments=tuple(self._segments),
+            messages=tuple(self._messages),
+            exchanges=tuple(self._exchanges),
+            stop_reason=stop_reason,
+            seconds=seconds,
+            error=self.error,
+        )
+        if self._history and trajectory.prompt_ids + trajectory.completion_ids != self._history:
+            raise RolloutError(
+                f"The tokens recorded for task {self.task.task_id!r} are not those that the policy saw. Training on "
+                "them would be wrong. This is a bug in mcp_grpo: please report it with the model's name."
+            )
+        return trajectory
+
+    async def _generate(self, turn: int, schemas: Sequence[dict]) -> tuple[ParsedTurn, bool]:
+        """Sample a turn and read it; whether the policy ended it by itself comes second."""
+        sampling = Sampling(
+            max_tokens=self._room(), temperature=self._temperature, seed=derived_seed(self._seed, turn)
+        )
+        generation = await self._generator.generate(self._history, sampling)
+        parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
+        self._append(Segment(token_ids=generation.token_ids, logprobs=generation.logprobs))
+        self._messages.append(parsed.message)
+        return parsed, generation.finish_reason == "stop"
+
+    async def _call(self, parsed: ParsedTurn, lease: Lease, turn: int) -> list[Exchange]:
+        if parsed.malformed is not None:
+            call = ToolCall(name="", arguments={"text": parsed.message["content"]})
+            text = f"The tool call could not be read: {parsed.malformed}. Write it again in the required format."
+            return [Exchange(call=call, result=ToolResult(text=text, kind=ResultKind.MALFORMED_CALL), turn=turn)]
+        results = await lease.call_all(parsed.calls)
+        return [Exchange(call=c, result=r, turn=turn) for c, r in zip(parsed.calls, results, strict=True)]
+
+    def _observe(self, exchanges: Sequence[Exchange]) -> StopReason | None:
+        """Append the results for the policy to read, or say why they do not fit."""
+        # A name that the policy made up is not echoed: templates trust names and could render control tokens.
+        unnamed = (ResultKind.UNKNOWN_TOOL, ResultKind.MALFORMED_CALL)
+        messages: list[Message] = [
+            {"role": "tool", "name": "unknown" if e.result.kind in unnamed else e.call.name, "content": e.result.text}
+            for e in exchanges
+        ]
+        suffix = self._renderer.suffix_ids(messages)
+        if self._context_room() <= len(suffix):
+            self.error = f"Tool results of {len(suffix)} tokens do not fit into the model's context."
+            return StopReason.CONTEXT_FULL
+        if self._room() <= len(suffix):
+            return StopReason.MAX_TOKENS
+        self._append(Segment(token_ids=suffix))
+        self._messages += messages
+        return None
+
+    def _append(self, segment: Segment) -> None:
+        self._segments.append(segment)
+        self._history += segment.token_ids
+
+    def _context_room(self) -> float:
+        return float("inf") if self._limits.max_context is None else self._limits.max_context - len(self._history)
+
+    def _room(self) -> int:
+        """How many more tokens fit."""
+        written = len(self._history) - len(self._prompt_ids)
+        return int(min(self._limits.max_completion_length - written, self._context_room()))
+
+
+def derived_seed(*parts: int | str) -> int:
+    """
+    A seed made of several, such as a run's seed, a step and an index; near parts do not give near seeds.
+
+    Args:
+        parts (`int` or `str`):
+            What the seed depends on.
+
+    Returns:
+        `int`: A non-negative 64-bit number.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")

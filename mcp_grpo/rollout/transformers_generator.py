@@ -1,0 +1,235 @@
+"""Sampling with plain `transformers`: concurrent requests, gathered into batches."""
+
+import asyncio
+import queue
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+from transformers.cache_utils import DynamicCache
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from mcp_grpo.errors import RolloutError
+from mcp_grpo.rollout.generator import Generation, Sampling
+
+
+# Trajectories wait for their tools at different times. A batch costs about the same for one row as for many, so a
+# batch is held open while requests keep coming, but never for long.
+_LINGER = 0.02
+_MAX_LINGER = 0.25
+
+# Below this many tokens a shared opening is not worth a forward pass of its own.
+_MIN_SHARED_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    result: Future[Generation] = field(default_factory=Future)
+
+
+class TransformersGenerator:
+    """
+    Generator over a `transformers` model in this process.
+
+    `generate` may be awaited from any event loop; the model itself runs in `serve`, on the thread that calls it. Rows
+    of a batch are sampled independently, each from its own seeded stream, so a row does not depend on what it happens
+    to be batched with.
+
+    Args:
+        model (`PreTrainedModel`):
+            The policy, as it is to be sampled from.
+        end_of_turn_ids (`Sequence[int]`):
+            Tokens that end a turn.
+        pad_token_id (`int`):
+            Token to pad batches with.
+        autocast (`Callable[[], AbstractContextManager]`, *optional*):
+            Context the trainer computes log-probabilities in, so that the sampler's are of the same precision.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        end_of_turn_ids: Sequence[int],
+        pad_token_id: int,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model: Any = model
+        self._end_of_turn_ids = frozenset(end_of_turn_ids)
+        self._pad_token_id = pad_token_id
+        self._autocast = autocast
+        self._inbox: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """See [`Generator.generate`]."""
+        request = _Request(tuple(prompt_ids), sampling)
+        self._inbox.put(request)
+        return await asyncio.wrap_future(request.result)
+
+    def serve(self, until: Future[Any]) -> None:
+        """See [`Generator.serve`]."""
+        until.add_done_callback(lambda _: self._inbox.put(None))
+        while not until.done():
+            batch = self._next_batch()
+            if not batch:
+                continue
+            try:
+                generations = self._generate(batch)
+            except BaseException as error:
+                # As an error of ours: a `KeyboardInterrupt` belongs to this thread, and would end the waiting loop.
+                for request in batch:
+                    request.result.set_exception(RolloutError(f"Generation was cut off by {error!r}."))
+                raise
+            for request, generation in zip(batch, generations, strict=True):
+                request.result.set_result(generation)
+
+    def _next_batch(self) -> list[_Request]:
+        """All requests that are waiting, once no more come in; empty when there is nothing to do."""
+        batch: list[_Request] = []
+        timeout, deadline = 1.0, time.monotonic() + 1.0
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                request = self._inbox.get(timeout=min(timeout, left))
+            except queue.Empty:
+                break
+            if request is None:
+                break
+            if not batch:
+                timeout, deadline = _LINGER, time.monotonic() + _MAX_LINGER
+            if request.result.set_running_or_notify_cancel():
+                batch.append(request)
+        return batch
+
+    @torch.no_grad()
+    def _generate(self, batch: list[_Request]) -> list[Generation]:
+        device = self._model.device
+        shared = _shared_length(batch) if self._can_share_prefix else 0
+        width = max(len(request.prompt_ids) for request in batch)
+        ids = torch.full((len(batch), width), self._pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            # Shared tokens first, then padding, then the rest: positions follow the mask, so padding in the middle is
+            # as good as padding on the left, and the shared tokens are in the same columns for all rows.
+            prompt = torch.tensor(request.prompt_ids)
+            start = width - (len(prompt) - shared)
+            ids[row, :shared], mask[row, :shared] = prompt[:shared], 1
+            ids[row, start:], mask[row, start:] = prompt[shared:], 1
+        sampler = _RowSampler([request.sampling for request in batch])
+        budgets = torch.tensor([request.sampling.max_tokens for request in batch], device=device)
+        with self._autocast(), _bare_generation_config(self._model):
+            output = self._model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                past_key_values=self._shared_cache(ids[:1, :shared].to(device), len(batch)) if shared else None,
+                generation_config=GenerationConfig(
+                    max_new_tokens=int(budgets.max()),
+                    do_sample=False,  # `_RowSampler` samples: what is left to take is a row's one token
+                    eos_token_id=sorted(self._end_of_turn_ids),
+                    pad_token_id=self._pad_token_id,
+                    disable_compile=True,
+                ),
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([_Budgets(width, budgets)]),
+            )
+        tokens, logprobs = output[:, width:].tolist(), sampler.logprobs()
+        return [self._cut(*row) for row in zip(tokens, logprobs, budgets.tolist(), strict=True)]
+
+    def _cut(self, tokens: list[int], logprobs: list[float], budget: int) -> Generation:
+        """A row up to its end-of-turn token or its budget; what follows is padding of the batch."""
+        end = next((i + 1 for i, token in enumerate(tokens[:budget]) if token in self._end_of_turn_ids), None)
+        length = min(budget, len(tokens)) if end is None else end
+        return Generation(
+            token_ids=tuple(tokens[:length]),
+            logprobs=tuple(logprobs[:length]),
+            finish_reason="length" if end is None else "stop",
+        )
+
+    @property
+    def _can_share_prefix(self) -> bool:
+        # Padding in the middle needs attention that looks at the mask and nothing else: no recurrent state, no window.
+        layers = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
+        return all(layer == "full_attention" for layer in layers) and bool(layers)
+
+    def _shared_cache(self, ids: torch.Tensor, num_rows: int) -> DynamicCache:
+        """Keys and values of tokens that all rows begin with, computed once."""
+        cache = DynamicCache(config=self._model.config)
+        self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.batch_repeat_interleave(num_rows)
+        return cache
+
+
+@contextmanager
+def _bare_generation_config(model: PreTrainedModel) -> Generator[None]:
+    """
+    Keep the checkpoint's own generation settings out of it.
+
+    `generate` fills whatever is not set from `model.generation_config`. Many checkpoints carry a repetition penalty or
+    suppressed tokens there, and the sampler would then not be the policy that is trained.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    original, base.generation_config = base.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = original
+
+
+def _shared_length(batch: list[_Request]) -> int:
+    """How many tokens all prompts begin with, leaving at least one token to each; 0 when that is not worth it."""
+    if len(batch) < 2:
+        return 0
+    first = min((request.prompt_ids for request in batch), key=len)
+    length = len(first) - 1
+    for request in batch:
+        length = next((i for i in range(length) if request.prompt_ids[i] != first[i]), length)
+    return length if length >= _MIN_SHARED_TOKENS else 0
+
+
+class _RowSampler(LogitsProcessor):
+    """
+    Samples each row from its own distribution with its own random numbers, and keeps the log-probabilities.
+
+    A token is found by inverting the cumulative distribution at one uniform number, so a row uses exactly one random
+    number per token, whatever the batch. All other scores become -inf, which leaves greedy search one choice.
+    """
+
+    def __init__(self, samplings: list[Sampling]) -> None:
+        self._streams = [random.Random(sampling.seed) for sampling in samplings]
+        self._temperatures = [sampling.temperature for sampling in samplings]
+        self._logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
+        temperatures = scores.new_tensor(self._temperatures, dtype=torch.float32).unsqueeze(1)
+        greedy = temperatures == 0
+        logprobs = torch.log_softmax(scores.float() / temperatures.masked_fill(greedy, 1.0), dim=-1)
+        # In double precision: over a large vocabulary, rounding would otherwise move the tokens' borders.
+        cumulative = logprobs.double().exp().cumsum(dim=-1)
+        draws = cumulative.new_tensor([stream.random() for stream in self._streams]).unsqueeze(1)
+        tokens = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True).clamp(max=scores.shape[1] - 1)
+        tokens = torch.where(greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
+        self._logprobs.append(logprobs.gather(1, tokens).squeeze(1).masked_fill(greedy.squeeze(1), 0.0))
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+    def logprobs(self) -> list[list[float]]:
+        """One list per row, one log-probability per token."""
+        return torch.stack(self._logprobs, dim=1).tolist()
+
+
+class _Budgets(StoppingCriteria):
+    """Ends each row at its own number of tokens."""
+
+    def __init__(self, prompt_width: int, budgets: torch.Tensor) -> None:
+        self._prompt_width = prompt_width
+        self._budgets = budgets
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.shape[1] - self._prompt_width >= self._budgets

@@ -1,0 +1,207 @@
+"""Which servers to open: one frozen value per server, read from the files other MCP clients use."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+from urllib.parse import urlsplit
+
+from mcp.server import Server
+from mcp.server.mcpserver import MCPServer
+
+from mcp_grpo.errors import ServerConfigError
+
+
+TransportKind = Literal["stdio", "http", "in_process"]
+Protocol = Literal["auto", "legacy"]
+
+MIN_SECRET_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServerConfig:
+    """
+    How to reach one MCP server, and how it may be used.
+
+    Its `repr` and its error messages never show the values of `env` and `headers`.
+
+    Args:
+        name (`str`):
+            Name of the server, as tasks name it.
+        transport (`str`):
+            `"stdio"` (a child process), `"http"` (streamable HTTP) or `"in_process"` (a server object of this process).
+        command (`str`, *optional*):
+            Program of a stdio server. It is looked up on `PATH` and run as written: for a server that lives in this
+            Python environment, pass `sys.executable`, since `"python"` may be another one.
+        args (`tuple[str, ...]`, *optional*):
+            Arguments of `command`.
+        env (`Mapping[str, str]`, *optional*):
+            Variables added to the few a stdio server inherits (`HOME`, `LOGNAME`, `PATH`, `SHELL`, `TERM`, `USER`).
+        cwd (`str`, *optional*):
+            Working directory of a stdio server.
+        url (`str`, *optional*):
+            Address of an HTTP server.
+        headers (`Mapping[str, str]`, *optional*):
+            Headers sent with every request to an HTTP server.
+        server (`MCPServer` or `Server`, *optional*):
+            The object of an in-process server. Its tools should be `async`: a plain function runs in a thread that
+            nothing can interrupt, so a call returns at its deadline, but closing the pool waits for the thread.
+        call_timeout (`float`, *optional*, defaults to `30.0`):
+            Deadline of one tool call, in seconds. Waiting for one of the `max_inflight` places does not count.
+        connect_timeout (`float`, *optional*, defaults to `60.0`):
+            Deadline for starting the server and listing its tools, in seconds.
+        max_inflight (`int`, *optional*, defaults to `8`):
+            How many calls the server is given at a time.
+        allowed_tools (`tuple[str, ...]`, *optional*):
+            The only tools that are offered, by their names on the server. `None` offers all.
+        max_result_bytes (`int`, *optional*, defaults to `8000000`):
+            Largest message accepted from the server. A larger one is dropped, and the call that asked for it fails.
+        protocol (`str`, *optional*, defaults to `"auto"`):
+            `"legacy"` skips the probe for the 2026-07-28 protocol, which costs 10 s on servers that ignore it.
+    """
+
+    name: str
+    transport: TransportKind
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    cwd: str | None = None
+    url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    server: MCPServer | Server[Any] | None = None
+    call_timeout: float = 30.0
+    connect_timeout: float = 60.0
+    max_inflight: int = 8
+    allowed_tools: tuple[str, ...] | None = None
+    max_result_bytes: int = 8_000_000
+    protocol: Protocol = "auto"
+    secrets: frozenset[str] = frozenset()
+    """Values that came out of environment variables while reading the file; hidden wherever they turn up."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ServerConfigError("A server needs a name, got an empty one. Name it as tasks will name it.")
+        self._check_target()
+        self._check_options()
+
+    def _check_target(self) -> None:
+        if self.transport not in get_args(TransportKind):
+            self._refuse("transport", f"must be one of {get_args(TransportKind)}", self.transport)
+        if self.transport == "stdio" and not self.command:
+            raise ServerConfigError(f"The stdio server {self.name!r} has no `command`. Say which program starts it.")
+        if self.transport == "http" and not (self.url or "").startswith(("http://", "https://")):
+            got = urlsplit(self.url).scheme if self.url else None
+            raise ServerConfigError(
+                f"The HTTP server {self.name!r} needs a `url` that starts with http:// or https://, "
+                f"got {'none' if self.url is None else f'scheme {got!r}'}."
+            )
+        if self.transport == "in_process" and not isinstance(self.server, (MCPServer, Server)):
+            self._refuse("server", "must be an `MCPServer` or a low-level `Server`", self.server)
+
+    def _check_options(self) -> None:
+        for option in ("call_timeout", "connect_timeout"):
+            if not _is_number(value := getattr(self, option)) or not value > 0:
+                self._refuse(option, "must be a positive number of seconds", value)
+        for option in ("max_inflight", "max_result_bytes"):
+            if not isinstance(value := getattr(self, option), int) or isinstance(value, bool) or value < 1:
+                self._refuse(option, "must be a positive whole number", value)
+        if self.protocol not in get_args(Protocol):
+            self._refuse("protocol", f"must be one of {get_args(Protocol)}", self.protocol)
+        if self.allowed_tools is not None and not is_texts(self.allowed_tools, tuple):
+            self._refuse("allowed_tools", "must be a list of tool names", self.allowed_tools)
+
+    def _refuse(self, option: str, rule: str, value: object) -> None:
+        raise ServerConfigError(f"`{option}` of server {self.name!r} {rule}, got {value!r}.")
+
+    def __repr__(self) -> str:
+        return f"ServerConfig(name={self.name!r}, transport={self.transport!r}, target={self.target!r})"
+
+    @property
+    def target(self) -> str:
+        """The command line, the address or the object, fit to be shown: no secrets, no query string."""
+        if self.transport == "stdio":
+            return self.redact(" ".join([self.command or "", *self.args]))
+        if self.transport == "http":
+            parts = urlsplit(self.url or "")
+            return self.redact(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+        return f"{type(self.server).__name__} object"
+
+    def redact(self, text: str) -> str:
+        """
+        Hide this server's secrets in a text that comes from outside, such as its error output.
+
+        Args:
+            text (`str`):
+                Any text.
+
+        Returns:
+            `str`: The text, with `***` in place of every value of `env` and `headers` and of every value that was
+            taken from the environment. Short values and existing paths are no secrets and stay.
+        """
+        values = {*self.env.values(), *self.headers.values(), *self.secrets}
+        # "Bearer abc" is a header, but the server may well print "abc" alone.
+        values |= {value.partition(" ")[2] for value in self.headers.values()}
+        for value in sorted(values, key=len, reverse=True):
+            if len(value) >= MIN_SECRET_LENGTH and value in text and not os.path.exists(value):
+                text = text.replace(value, "***")
+        return text
+
+
+OPTIONS = ("call_timeout", "connect_timeout", "max_inflight", "allowed_tools", "max_result_bytes", "protocol")
+assert set(OPTIONS) <= {f.name for f in fields(ServerConfig)}
+
+
+def is_texts(value: object, kind: type[Sequence[Any]] = Sequence) -> bool:
+    """Whether a value is a sequence of strings, and not one string."""
+    if isinstance(value, str) or not isinstance(value, kind):
+        return False
+    return all(isinstance(item, str) for item in cast(Sequence[Any], value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_]\w*)(?::-([^}]*))?\}|\$\{((?:command|config|input):[^}]*)\}")
+
+
+class Expander:
+    """
+    Replaces `${VAR}`, `${VAR:-default}` and `${env:VAR}` by the environment's values, and remembers which those were.
+
+    Args:
+        server (`str`):
+            Name of the server, for messages.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self.values: set[str] = set()
+
+    def __call__(self, text: str, where: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            name, default, other = match.groups()
+            if other is not None:
+                raise ServerConfigError(
+                    f"`{where}` of server {self._server!r} asks for `${{{other}}}`, which only editors can fill in. "
+                    f"Use an environment variable: `${{NAME}}`, `${{NAME:-default}}` or `${{env:NAME}}`."
+                )
+            found = os.environ.get(name)
+            if default is not None and not found:  # as in a shell, an empty variable takes the default too
+                return default
+            if found is None:
+                raise ServerConfigError(
+                    f"`{where}` of server {self._server!r} asks for the environment variable {name!r}, which is not "
+                    f"set. Set it, or give a default: `${{{name}:-default}}`."
+                )
+            self.values.add(found)
+            return found
+
+        return _VARIABLE.sub(value, text)
+
+
+def resolved_cwd(cwd: str | None, folder: Path | None) -> str | None:
+    """The working directory; a relative one starts at the folder of the configuration file."""
+    return cwd if cwd is None or folder is None else str(folder / cwd)

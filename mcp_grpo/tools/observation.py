@@ -1,0 +1,118 @@
+"""What a server sent back, as the policy reads it."""
+
+import json
+import re
+from typing import Any, cast
+
+from mcp import MCPError
+from mcp.types import (
+    CONNECTION_CLOSED,
+    INVALID_REQUEST,
+    PARSE_ERROR,
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+
+from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.framing import MALFORMED, OVERSIZED
+from mcp_grpo.tools.http import TRANSPORT
+from mcp_grpo.types import ResultKind, ToolResult
+
+
+NO_MESSAGE = "The tool reported an error without saying which."
+_DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydantic\.dev/\S+")
+
+
+def observed(result: CallToolResult, *, server: str, seconds: float) -> ToolResult:
+    """
+    The tool result in a server's reply.
+
+    Args:
+        result (`mcp.types.CallToolResult`):
+            The reply.
+        server (`str`):
+            Name of the server.
+        seconds (`float`):
+            How long it took.
+
+    Returns:
+        [`ToolResult`]: Its text holds the text parts and names the others, so that nothing is lost silently.
+        Structured content becomes the text only if there is no other part: servers send both, one repeating the other.
+    """
+    text = "\n".join(_as_text(part) for part in result.content)
+    if not result.content and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    kind = ResultKind.OK
+    if result.is_error:
+        kind = ResultKind.TOOL_ERROR
+        text = _DOCS_LINK.sub("", text) or NO_MESSAGE
+    return ToolResult(text=text, kind=kind, structured=result.structured_content, server=server, seconds=seconds)
+
+
+def observed_error(error: MCPError, config: ServerConfig) -> tuple[ResultKind | None, str]:
+    """
+    What an error reply stands for.
+
+    Args:
+        error (`mcp.MCPError`):
+            The error. It is the tool's answer, unless a transport put it in the place of a reply that did not come.
+        config ([`ServerConfig`]):
+            The server.
+
+    Returns:
+        `tuple[ResultKind | None, str]`: Whose doing it is, and the text for the policy. `None` says that the session is
+        over.
+    """
+    raw: Any = error.data
+    data = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+    is_http = config.transport == "http"
+    if data.get(OVERSIZED) or (is_http and "byte limit" in error.message):
+        # The policy can do something about it, such as asking for less; so it is the tool's answer.
+        text = f"The result is larger than {config.max_result_bytes} bytes and was dropped. Ask for less."
+        return ResultKind.TOOL_ERROR, text
+    if data.get(TRANSPORT) or data.get(MALFORMED) or (is_http and _is_broken_reply(error)):
+        return ResultKind.SERVER_ERROR, f"The server {config.name!r} failed: {error.message}"
+    if error.code == CONNECTION_CLOSED and error.message == "Connection closed":
+        return None, ""
+    if is_http and error.code == INVALID_REQUEST and error.message.startswith("Session "):
+        return None, ""  # it has been restarted, and does not know us any more
+    return ResultKind.TOOL_ERROR, error.message or NO_MESSAGE
+
+
+def _is_broken_reply(error: MCPError) -> bool:
+    """Whether the SDK made this error up because an HTTP reply broke off or was no JSON."""
+    return (
+        error.code == PARSE_ERROR
+        or (error.code == CONNECTION_CLOSED and error.message.startswith("SSE stream"))
+        or error.message == "Server returned an error response"
+    )
+
+
+def _as_text(part: ContentBlock) -> str:
+    match part:
+        case TextContent():
+            return part.text
+        case ImageContent() | AudioContent():
+            return f"[{part.mime_type}, {_size(part.data)}]"
+        case ResourceLink():
+            return f"[{part.mime_type or 'resource'}, {part.name}: {part.uri}]"
+        case EmbeddedResource():
+            return _resource_text(part.resource)
+
+
+def _resource_text(resource: TextResourceContents | BlobResourceContents) -> str:
+    if isinstance(resource, TextResourceContents):
+        return resource.text
+    return f"[{resource.mime_type or 'resource'}, {_size(resource.blob)}: {resource.uri}]"
+
+
+def _size(base64: str) -> str:
+    size = len(base64) * 3 // 4 - base64[-2:].count("=")
+    return f"{size} B" if size < 1000 else f"{size / 1000:.0f} kB"

@@ -1,0 +1,299 @@
+"""`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, ProcessorMixin
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, unwrap_model_for_generation
+from mcp_grpo.config import MCPGRPOConfig
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.learning import Ratio, check_failures, check_groups, trajectory_metrics
+from mcp_grpo.rollout import Limits, Renderer, RolloutEngine, TransformersGenerator, derived_seed
+from mcp_grpo.tasks import task_from_row, tasks_from_rows
+from mcp_grpo.types import Task, Trajectory
+
+
+class MCPGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization (GRPO) on tools of MCP servers.
+
+    Each completion is a trajectory: the policy generates, its tool calls are made on real servers, what they return is
+    appended, and so on until it answers. The tokens that were sampled are the tokens that are trained on, with the
+    log-probabilities they were sampled with; what tools wrote is masked. A trajectory that a server failed enters
+    neither the loss nor its group's baseline.
+
+    Without `servers` it is [`~trl.GRPOTrainer`], with equal losses and equal gradients.
+
+    The servers are started and every task is checked against their tools before training begins. They are ended by
+    [`close`], by leaving a `with` block, or when the interpreter exits.
+
+    Args:
+        model (`str` or `PreTrainedModel` or `PeftModel`):
+            Model to train; see [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc | list[RewardFunc]`, *optional*):
+            Reward functions. Beside what TRL passes (`prompts`, `completions`, every column of the dataset), they get
+            `trajectory`, a list of [`Trajectory`] with messages, tool calls, results and stop reason.
+        args ([`MCPGRPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            Tasks, one per row, with at least the columns `task_id` and `prompt`; see [`task_from_row`].
+        servers (`str`, `Path` or `Mapping[str, Any]`, *optional*):
+            MCP servers: a JSON file in the `mcpServers` form, or a mapping of the same form.
+        kwargs (`Any`):
+            Everything else that [`~trl.GRPOTrainer`] takes: `eval_dataset`, `processing_class`, `peft_config`,
+            `callbacks` and so on.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from peft import LoraConfig
+
+    from mcp_grpo import MCPGRPOTrainer, exact_answer
+
+    with MCPGRPOTrainer(
+        model="Qwen/Qwen3-0.6B",
+        reward_funcs=exact_answer,
+        train_dataset=load_dataset("json", data_files="tasks.jsonl", split="train"),
+        servers="mcp.json",
+        peft_config=LoraConfig(),
+    ) as trainer:
+        trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "mcp-grpo"]  # noqa: RUF012 (TRL's own attribute)
+    _name = "MCP-GRPO"
+
+    # Narrower, or wider, than `transformers` has them: what they are here.
+    args: MCPGRPOConfig
+    accelerator: Any
+    model: Any
+    num_generations: int
+    num_generations_eval: int
+    chat_template_kwargs: dict[str, Any]
+    _tokenizer: Any
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: MCPGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        *,
+        servers: str | Path | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = MCPGRPOConfig(f"{Path(name).name}-MCP-GRPO")
+        self._engine: RolloutEngine | None = None
+        self._tasks: list[Task] = []
+        self._trajectories: list[Trajectory] = []
+        self._num_rollouts = 0
+        if servers is None:
+            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+            return
+        _check_arguments(args, kwargs)
+        datasets = [("train", train_dataset), *_named(kwargs.get("eval_dataset"))]
+        tasks = {name: tasks_from_rows(d) for name, d in datasets if isinstance(d, Dataset)}
+        # The servers before the model: what is wrong with a server or a task shows in seconds.
+        self._engine = RolloutEngine(servers)
+        try:
+            for task in (task for name in tasks for task in tasks[name]):
+                self._engine.catalog.check(task)
+            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+            self._renderer = Renderer(
+                self._tokenizer,
+                end_of_turn_ids=self.eos_token_ids,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+            self._limits = self._make_limits()
+        except BaseException:
+            self.close()
+            raise
+        self.rollout_func = lambda prompts, trainer: trainer._rollout()
+
+    def close(self) -> None:
+        """End every server. Safe to call more than once."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def roll_out(
+        self, tasks: Dataset | Sequence[Task], *, num_generations: int = 1, temperature: float | None = None
+    ) -> list[Trajectory]:
+        """
+        Attempt tasks with the policy as it is now, without training on them.
+
+        Args:
+            tasks ([`~datasets.Dataset`] or `Sequence[Task]`):
+                What to attempt.
+            num_generations (`int`, *optional*, defaults to `1`):
+                How often to attempt each.
+            temperature (`float`, *optional*):
+                Temperature of sampling; that of training if not given.
+
+        Returns:
+            `list[Trajectory]`: `num_generations` trajectories per task, in the order of the tasks.
+        """
+        if self._engine is None:
+            raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
+        if isinstance(tasks, Dataset):
+            tasks = tasks_from_rows(tasks)
+        for task in tasks:
+            self._engine.catalog.check(task)
+        self._num_rollouts += 1
+        seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
+        with self._generation_model() as model:
+            return self._engine.roll_out(
+                [task for task in tasks for _ in range(num_generations)],
+                renderer=self._renderer,
+                generator=TransformersGenerator(
+                    model,
+                    end_of_turn_ids=self.eos_token_ids,
+                    pad_token_id=self._tokenizer.pad_token_id,
+                    autocast=self.accelerator.autocast,
+                ),
+                limits=self._limits,
+                temperature=self.temperature if temperature is None else temperature,
+                seed=seed,
+            )
+
+    def _make_limits(self) -> Limits:
+        max_context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        max_length = self.args.max_completion_length or max_context
+        if max_length is None:
+            raise SettingsError("Set `max_completion_length`: the model's configuration does not limit its context.")
+        return Limits(
+            max_turns=self.args.max_turns,
+            max_completion_length=max_length,
+            max_context=max_context,
+            timeout=self.args.trajectory_timeout,
+        )
+
+    @contextmanager
+    def _generation_model(self) -> Generator[PreTrainedModel]:
+        """The policy, whole on this process and without dropout."""
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=cast("dict[str, Any] | None", self.args.gradient_checkpointing_kwargs),
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            was_training = model.training
+            model.eval()
+            try:
+                yield model
+            finally:
+                model.train(was_training)
+
+    def _rollout(self) -> dict[str, list]:
+        """What TRL asks of a `rollout_func`, for the tasks at hand."""
+        self._trajectories = self.roll_out(self._tasks)
+        # TRL cannot take an empty completion. One masked token stands for it.
+        nothing = [self._tokenizer.eos_token_id]
+        return {
+            "prompt_ids": [list(t.prompt_ids) for t in self._trajectories],
+            "completion_ids": [list(t.completion_ids) or nothing for t in self._trajectories],
+            "logprobs": [list(t.logprobs) or [0.0] for t in self._trajectories],
+            "env_mask": [
+                [0] * max(1, len(t.sampled_mask)) if t.is_failed else list(t.sampled_mask) for t in self._trajectories
+            ],
+            "trajectory": list(self._trajectories),
+        }
+
+    def _generate(self, prompts: list) -> tuple:
+        output = super()._generate(prompts)
+        if self._engine is None:
+            return output
+        # TRL decodes a completion as one message; reward functions and logs get the real ones.
+        completions = [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]
+        return (*output[:COMPLETIONS], completions, *output[COMPLETIONS + 1 :])
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._engine is None:
+            return rewards
+        failed = torch.tensor([t.is_failed for t in self._trajectories], device=rewards.device)
+        return rewards.masked_fill(self.accelerator.gather(failed).unsqueeze(1), torch.nan)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._engine is None:
+            return super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        self._tasks = [task_from_row(row) for row in inputs]  # `rollout_func` is given prompts, not rows
+        check_groups(
+            [task.task_id for task in self._tasks],
+            self.num_generations if mode == "train" else self.num_generations_eval,
+            offset=self.accelerator.process_index * len(self._tasks),
+        )
+        rows = [{**row, "prompt": list(task.prompt)} for row, task in zip(inputs, self._tasks, strict=True)]
+        batch = super()._generate_and_score_completions(rows)
+        batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+        metrics = self._reduce(trajectory_metrics(self._trajectories))
+        for key, value in metrics.items():
+            self._metrics[mode][key].append(value)
+        failed = metrics["rollout/failed_fraction"]
+        # Gathered, so that every rank stops, and for the same reasons.
+        reasons = gather_object([f"{t.stop_reason}: {t.error or ''}" for t in self._trajectories if t.is_failed])
+        check_failures(reasons, failed, self.args.max_failed_fraction)
+        if failed and self.loss_type in ROW_MEAN_LOSSES:
+            batch["row_scale"] = torch.tensor(1 / (1 - failed) if failed < 1 else 0.0, device=self.accelerator.device)
+        return batch
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        return loss * inputs["row_scale"] if "row_scale" in inputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self._engine is None or self._renderer.chat_template is None:
+            return super()._save(output_dir, state_dict)
+        # The template the policy was trained on goes with it: with the stock one it would see other histories.
+        stock, self._tokenizer.chat_template = self._tokenizer.chat_template, self._renderer.chat_template
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self._tokenizer.chat_template = stock
+
+    def _reduce(self, ratios: dict[str, Ratio]) -> dict[str, float]:
+        """Ratios added up over all ranks, then divided."""
+        local = torch.tensor([[r.total, r.count] for r in ratios.values()], device=self.accelerator.device)
+        sums = self.accelerator.gather(local).view(-1, len(ratios), 2).sum(dim=0).tolist()
+        return {key: total / count if count else 0.0 for key, (total, count) in zip(ratios, sums, strict=True)}
+
+
+def _check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse, before anything is started, what would not train correctly on servers."""
+    if not isinstance(args, MCPGRPOConfig):
+        raise SettingsError(f"With `servers`, `args` must be an `MCPGRPOConfig`, got {type(args).__name__}.")
+    args.check_for_servers()
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if kwargs.get(name) is not None:
+            raise SettingsError(f"`{name}` and `servers` both say where tools come from. Pass only `servers`.")
+    if isinstance(kwargs.get("processing_class"), ProcessorMixin):
+        raise SettingsError(
+            "`processing_class` must be a tokenizer: tools are text. Pass the processor's `.tokenizer`."
+        )
+
+
+def _named(datasets: Any) -> list[tuple[str, Any]]:
+    return list(datasets.items()) if isinstance(datasets, Mapping) else [("eval", datasets)]

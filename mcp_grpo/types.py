@@ -1,0 +1,282 @@
+"""
+The values that flow through a rollout: made once, never edited.
+
+`Task -> Trajectory(Segment, ToolCall, ToolResult, StopReason)`. They hold no logic but derived views, so that masks,
+log-probabilities and token ids cannot get out of step: they are all read off the same segments.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+
+Message = dict[str, Any]  # a chat message, as chat templates and TRL take it
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWERED = "answered"
+    """The policy ended a turn without calling a tool."""
+    MAX_TURNS = "max_turns"
+    """The policy still called tools in its last allowed turn."""
+    MAX_TOKENS = "max_tokens"
+    """The completion reached its token budget."""
+    CONTEXT_FULL = "context_full"
+    """A tool result did not fit into the model's context."""
+    DEADLINE = "deadline"
+    """The trajectory ran out of wall-clock time."""
+    SERVER_FAILED = "server_failed"
+    """A server broke or did not answer in time: our fault, never the policy's."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the trajectory ended for a reason the policy is not to blame for."""
+        return self in (StopReason.CONTEXT_FULL, StopReason.DEADLINE, StopReason.SERVER_FAILED)
+
+
+class ResultKind(StrEnum):
+    """What came back from a tool call, by whose doing it is."""
+
+    OK = "ok"
+    TOOL_ERROR = "tool_error"
+    """The tool ran and answered with an error: an observation like any other."""
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    MALFORMED_CALL = "malformed_call"
+    TIMEOUT = "timeout"
+    SERVER_ERROR = "server_error"
+
+    @property
+    def is_policy_fault(self) -> bool:
+        """Whether the policy asked for something that could not be called."""
+        return self in (ResultKind.UNKNOWN_TOOL, ResultKind.INVALID_ARGUMENTS, ResultKind.MALFORMED_CALL)
+
+    @property
+    def is_server_fault(self) -> bool:
+        """Whether the call failed for a reason that is ours; the trajectory is then not trained on."""
+        return self in (ResultKind.TIMEOUT, ResultKind.SERVER_ERROR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """
+    One row of the dataset: what to do, with which tools, and what the reward needs to know.
+
+    Args:
+        task_id (`str`):
+            Name of the task, unique in its dataset.
+        prompt (`tuple[Message, ...]`):
+            Opening messages.
+        servers (`tuple[str, ...]`, *optional*):
+            Names of the servers whose tools the policy may use. `None` stands for all of them.
+        tools (`tuple[str, ...]`, *optional*):
+            Names of the tools the policy may use. `None` stands for all tools of `servers`.
+        max_turns (`int`, *optional*):
+            Limit on turns for this task; the configuration's limit applies when it is `None`.
+        difficulty (`str`, *optional*):
+            Free label, used to break figures down.
+        answer (`Any`, *optional*):
+            Expected answer, in whatever form the reward functions read it.
+        metadata (`Mapping[str, Any]`, *optional*):
+            Every other column of the row.
+    """
+
+    task_id: str
+    prompt: tuple[Message, ...]
+    servers: tuple[str, ...] | None = None
+    tools: tuple[str, ...] | None = None
+    max_turns: int | None = None
+    difficulty: str | None = None
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """
+    What the policy asked for.
+
+    Args:
+        name (`str`):
+            Name of the tool, as the prompt names it.
+        arguments (`Mapping[str, Any]`):
+            Arguments, as the policy wrote them.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """
+    What came back from a tool call, error or not.
+
+    Args:
+        text (`str`):
+            What the policy reads.
+        kind (`ResultKind`, *optional*, defaults to `ResultKind.OK`):
+            Whether it worked, and if not, whose doing it is.
+        structured (`Any`, *optional*):
+            The result's structured content, for reward functions; the policy does not see it.
+        server (`str`, *optional*):
+            Name of the server that answered.
+        seconds (`float`, *optional*, defaults to `0.0`):
+            How long the server took. Waiting in a queue does not count.
+    """
+
+    text: str
+    kind: ResultKind = ResultKind.OK
+    structured: Any = None
+    server: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_error(self) -> bool:
+        """Whether anything but a plain success came back."""
+        return self.kind is not ResultKind.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """
+    A tool call, its result and the turn it belongs to.
+
+    Args:
+        call (`ToolCall`):
+            What the policy asked for. A call that could not be parsed has an empty name and its text as the argument
+            `text`.
+        result (`ToolResult`):
+            What came back.
+        turn (`int`):
+            Index of the turn, from 0.
+    """
+
+    call: ToolCall
+    result: ToolResult
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """
+    A run of tokens with one author.
+
+    Args:
+        token_ids (`tuple[int, ...]`):
+            The tokens, at least one.
+        logprobs (`tuple[float, ...]`, *optional*):
+            One log-probability per token under the distribution it was sampled from. `None` for tokens that the
+            environment wrote.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError("A segment needs at least one token; leave an empty one out.")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(
+                f"A sampled segment needs one log-probability per token, got {len(self.logprobs)} for "
+                f"{len(self.token_ids)} tokens. Pass the generator's output as it is."
+            )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy wrote these tokens."""
+        return self.logprobs is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """
+    The finished record of one attempt at a task.
+
+    Everything per token is derived from `segments`, so ids, masks and log-probabilities have equal lengths by
+    construction.
+
+    Args:
+        task (`Task`):
+            What was attempted.
+        prompt_ids (`tuple[int, ...]`):
+            Tokens of the opening prompt, as the generator first saw them.
+        segments (`tuple[Segment, ...]`):
+            What followed, in order. A segment the policy wrote opens a turn.
+        messages (`tuple[Message, ...]`):
+            The same, as chat messages.
+        exchanges (`tuple[Exchange, ...]`):
+            Every tool call with its result.
+        stop_reason (`StopReason`):
+            Why it ended.
+        seconds (`float`, *optional*, defaults to `0.0`):
+            Wall-clock time from the first token to the end.
+        error (`str`, *optional*):
+            What broke, for a trajectory that failed.
+
+    Example:
+
+    ```
+    segments        policy: call (3 tokens)   environment: result (2)   policy: answer (1)
+    sampled_mask    1 1 1                     0 0                       1
+    turn_ids        0 0 0                     -1 -1                     1
+    ```
+    """
+
+    task: Task
+    prompt_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...]
+    exchanges: tuple[Exchange, ...]
+    stop_reason: StopReason
+    seconds: float = 0.0
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"The trajectory of task {self.task.task_id!r} has no prompt tokens.")
+
+    @cached_property
+    def completion_ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt, tool results included."""
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @cached_property
+    def sampled_mask(self) -> tuple[int, ...]:
+        """1 where the policy sampled the token, 0 where the environment wrote it."""
+        return tuple(chain.from_iterable([int(s.sampled)] * len(s.token_ids) for s in self.segments))
+
+    @cached_property
+    def logprobs(self) -> tuple[float, ...]:
+        """The sampler's log-probability of each token; 0.0 where the environment wrote it."""
+        return tuple(chain.from_iterable(s.logprobs or (0.0,) * len(s.token_ids) for s in self.segments))
+
+    @cached_property
+    def turn_ids(self) -> tuple[int, ...]:
+        """The turn each sampled token belongs to, from 0; -1 where the environment wrote it."""
+        turn = -1
+        ids: list[int] = []
+        for segment in self.segments:
+            turn += segment.sampled
+            ids.extend([turn if segment.sampled else -1] * len(segment.token_ids))
+        return tuple(ids)
+
+    @property
+    def num_turns(self) -> int:
+        """How many times the policy generated."""
+        return sum(segment.sampled for segment in self.segments)
+
+    @property
+    def answer(self) -> str | None:
+        """The text of the final message, or `None` if the policy did not come to one."""
+        return self.messages[-1]["content"] if self.stop_reason is StopReason.ANSWERED else None
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether it ended for a reason the policy is not to blame for; it is then left out of loss and baseline."""
+        return self.stop_reason.is_failure

@@ -1,0 +1,33 @@
+"""A policy that has learnt one thing: to add 2 and 3 with the tool of `servers/sums.py`, and say the result."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from helpers.families import end_of_turn_ids, family_tokenizer
+from helpers.policies import teach, tiny_model
+from mcp_grpo.rollout import Renderer
+
+
+SERVER = Path(__file__).parent.parent / "servers" / "sums.py"
+SERVERS = {"sums": {"command": sys.executable, "args": [str(SERVER)]}}
+TEMPLATE_KWARGS = {"enable_thinking": False}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+ROWS = [{"task_id": f"sum-{i}", "prompt": "2+3?", "answer": "5", "colour": "red"} for i in range(4)]
+
+
+def save_adding_model(folder: Path, tools: list[dict[str, Any]]) -> str:
+    """Teach a tiny model the one conversation, at some length, and write it with its tokenizer."""
+    tokenizer = family_tokenizer("qwen3")
+    model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128)
+    renderer = Renderer(
+        tokenizer, end_of_turn_ids=end_of_turn_ids("qwen3", tokenizer), chat_template_kwargs=TEMPLATE_KWARGS
+    )
+    prompt = tokenizer.decode(renderer.prompt_ids([{"role": "user", "content": "2+3?"}], tools))
+    suffix = tokenizer.decode(renderer.suffix_ids([{"role": "tool", "name": "add", "content": "5"}]))
+    # Sometimes a wrong answer, so that a group has something to learn from.
+    answers = ["5<|im_end|>", "5<|im_end|>", "6<|im_end|>"]
+    teach(model, tokenizer, [(prompt, CALL), *((prompt + CALL + suffix, answer) for answer in answers)])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,56 @@
+"""The package as a whole: what it exports, what it imports, and what it leans on in TRL."""
+
+import inspect
+import subprocess
+import sys
+
+from trl import GRPOTrainer
+
+import mcp_grpo
+from mcp_grpo import MCPGRPOTrainer, _trl
+from mcp_grpo.errors import MCPGRPOError
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert mcp_grpo.__all__ == sorted(mcp_grpo.__all__)
+    assert all(hasattr(mcp_grpo, name) for name in mcp_grpo.__all__)
+
+
+def test_public_things_are_documented() -> None:
+    assert [name for name in mcp_grpo.__all__ if not inspect.getdoc(getattr(mcp_grpo, name))] == []
+
+
+def test_importing_the_package_does_not_import_vllm() -> None:
+    code = "import sys, mcp_grpo; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_error_is_also_the_builtin_it_replaces() -> None:
+    for error in MCPGRPOError.__subclasses__():
+        assert len(error.__bases__) == 2
+        assert issubclass(error.__bases__[1], (ValueError, RuntimeError, ConnectionError))
+
+
+def test_trl_still_has_the_methods_that_are_overridden() -> None:
+    for name in ("_generate", "_calculate_rewards", "_generate_and_score_completions", "_compute_loss", "_save"):
+        ours, theirs = (inspect.signature(getattr(owner, name)) for owner in (MCPGRPOTrainer, GRPOTrainer))
+        assert list(ours.parameters) == list(theirs.parameters), f"TRL changed the parameters of `{name}`"
+
+
+def test_trl_still_returns_what_is_read_by_position_and_name() -> None:
+    generate = inspect.getsource(GRPOTrainer._generate)
+    assert "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields" in generate
+    assert 'extra_fields.pop("env_mask", None)' in generate
+    assert _trl.COMPLETIONS == 3
+    score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'output["sampling_per_token_logps"]' in score
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'inputs.get("old_per_token_logps")' in loss
+
+
+def test_trl_s_row_mean_losses_are_the_ones_that_are_rescaled() -> None:
+    loss = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'if self.loss_type in ["grpo", "sapo"]:' in loss
+    assert 'elif self.loss_type == "dr_grpo":' in loss
+    assert 'elif self.loss_type == "luspo":' in loss
+    assert set(_trl.ROW_MEAN_LOSSES) == {"grpo", "sapo", "dr_grpo", "luspo"}

@@ -1,0 +1,377 @@
+"""Training on real servers: what is trained on, what is left out, and what is refused before it starts."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from datasets import Dataset
+from helpers.families import family_tokenizer
+from helpers.policies import tiny_model
+from helpers.sums import ROWS, SERVER, SERVERS, TEMPLATE_KWARGS
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig
+
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo._trl import ROW_MEAN_LOSSES
+from mcp_grpo.errors import (
+    CatalogError,
+    RolloutError,
+    ServerConfigError,
+    SettingsError,
+    TaskFormatError,
+    ToolServerError,
+)
+from mcp_grpo.types import Segment, StopReason, Task
+
+
+DATASET = Dataset.from_list(ROWS)
+
+
+def config(folder: Path, **settings: Any) -> MCPGRPOConfig:
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 8,
+        "max_completion_length": 400,
+        "max_steps": 2,
+        "max_turns": 3,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "chat_template_kwargs": TEMPLATE_KWARGS,
+    }
+    return MCPGRPOConfig(output_dir=str(folder), **{**defaults, **settings})
+
+
+class Watch(TrainerCallback):
+    """Keeps the gradients of every step, and what was logged."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def test_it_trains_an_adapter_on_a_real_server(tmp_path: Path, adding_model: str) -> None:
+    seen: list[Trajectory] = []
+
+    def reward(
+        prompts: list, completions: list, trajectory: list[Trajectory], colour: list[str], **kwargs: Any
+    ) -> Any:
+        seen.extend(trajectory)
+        assert set(colour) == {"red"}
+        assert prompts[0] == [{"role": "user", "content": "2+3?"}]
+        assert [list(attempt.messages) for attempt in trajectory] == completions
+        return exact_answer(trajectory)
+
+    with MCPGRPOTrainer(
+        adding_model,
+        reward,
+        config(tmp_path),
+        DATASET,
+        servers=SERVERS,
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    ) as trainer:
+        before = {n: p.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.train()
+        trainer.save_model()
+    assert len(seen) == 16
+    called = [attempt for attempt in seen if attempt.exchanges and attempt.exchanges[0].result.text == "5"]
+    assert len(called) > 8
+    assert {message["role"] for attempt in called for message in attempt.messages} == {"assistant", "tool"}
+    assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
+    first = trainer.state.log_history[0]
+    assert first["tools/call_frequency"] > 0.5
+    assert first["stop/server_failed"] == 0
+    assert sum(value for key, value in first.items() if key.startswith("stop/")) == pytest.approx(1)
+
+    base = AutoModelForCausalLM.from_pretrained(adding_model)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path))
+    ids = torch.tensor([seen[0].prompt_ids])
+    with torch.no_grad():
+        trained = trainer.model.eval()(ids).logits
+        assert torch.allclose(loaded(ids).logits, trained, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert tokenizer.chat_template == trainer._renderer.chat_template
+    assert trainer.processing_class.chat_template != tokenizer.chat_template  # the user's own is left as it was
+    assert not psutil.Process().children(recursive=True)
+
+
+class Ratios(MCPGRPOTrainer):
+    """Keeps the batches that reach the loss, and the ratios of their tokens."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self.inputs = [*getattr(self, "inputs", []), inputs]
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if torch.is_grad_enabled():  # in the loss, not before it
+            inputs = self.inputs[-1]
+            mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+            ratios = (output[0].detach() - inputs["old_per_token_logps"])[mask].exp()
+            self.ratios = [*getattr(self, "ratios", []), ratios]
+        return output
+
+
+def test_the_sampled_tokens_are_trained_on_with_the_sampler_s_log_probabilities(
+    tmp_path: Path, adding_model: str
+) -> None:
+    settings = config(tmp_path, num_iterations=2, max_steps=2, learning_rate=1e-2)
+    with Ratios(adding_model, exact_answer, settings, DATASET, servers=SERVERS) as trainer:
+        trainer.train()
+        trajectories = {t.completion_ids: t for t in trainer._trajectories}
+    batch = trainer.inputs[0]
+    for row, length in enumerate(batch["completion_mask"].sum(dim=1).tolist()):
+        trajectory = trajectories[tuple(batch["completion_ids"][row, :length].tolist())]
+        assert tuple(batch["tool_mask"][row, :length].tolist()) == trajectory.sampled_mask
+        assert torch.allclose(batch["old_per_token_logps"][row, :length], torch.tensor(trajectory.logprobs), atol=1e-3)
+    first, second = trainer.ratios
+    assert (first - 1).abs().max() < 1e-3  # before the first step it is the policy that sampled
+    assert (second - 1).abs().max() > 1e-2  # after it, it is not
+
+
+def _attempt(task: Task, rng: torch.Generator, stop_reason: StopReason = StopReason.ANSWERED) -> Trajectory:
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 200, (count,), generator=rng).tolist())
+
+    segments = (
+        Segment(token_ids=tokens(5), logprobs=(-1.0,) * 5),
+        Segment(token_ids=tokens(7)),
+        Segment(token_ids=tokens(3), logprobs=(-2.0,) * 3),
+    )
+    answer = ({"role": "assistant", "content": "x" * int(torch.randint(0, 9, (1,), generator=rng))},)
+    return Trajectory(
+        task=task,
+        prompt_ids=(1, 2, 3),
+        segments=segments,
+        messages=answer,
+        exchanges=(),
+        stop_reason=stop_reason,
+        error="the server broke" if stop_reason.is_failure else None,
+    )
+
+
+def _length(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    return [float(len(attempt.messages[-1]["content"])) for attempt in trajectory]
+
+
+def _gradients(folder: Path, stops: list[StopReason], seed: int = 0, **settings: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one step on made-up trajectories that stopped as given; only failed ones differ between calls."""
+
+    class Replay(MCPGRPOTrainer):
+        def roll_out(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            rng, failed_rng = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+            return [_attempt(t, failed_rng if s.is_failure else rng, s) for t, s in zip(tasks, stops, strict=True)]
+
+    tokenizer, watch = family_tokenizer("qwen3"), Watch()
+    args = config(
+        folder,
+        per_device_train_batch_size=len(stops),
+        num_generations=len(stops),
+        max_steps=1,
+        max_failed_fraction=0.5,
+        **settings,
+    )
+    with Replay(
+        tiny_model(tokenizer),
+        _length,
+        args,
+        DATASET,
+        servers=SERVERS,
+        processing_class=tokenizer,
+        callbacks=[watch],
+    ) as trainer:
+        trainer.train()
+    return watch.gradients[0]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", *ROW_MEAN_LOSSES])
+def test_a_trajectory_that_failed_changes_neither_loss_nor_baseline(tmp_path: Path, loss_type: str) -> None:
+    good, failed = StopReason.ANSWERED, StopReason.SERVER_FAILED
+    without = _gradients(tmp_path, [good] * 4, loss_type=loss_type)
+    with_failed = _gradients(tmp_path, [good, good, failed, good, good], loss_type=loss_type)
+    scale = max(gradient.abs().max().item() for gradient in without.values())
+    assert scale > 0
+    for name, gradient in without.items():
+        assert torch.allclose(with_failed[name], gradient, rtol=0, atol=1e-5 * scale), name
+
+
+def test_what_a_failed_trajectory_wrote_does_not_matter_at_all(tmp_path: Path) -> None:
+    stops = [StopReason.ANSWERED, StopReason.DEADLINE, StopReason.ANSWERED]
+    first, second = (_gradients(tmp_path, stops, seed=seed) for seed in (1, 2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_trajectory_that_failed_before_its_first_token_is_taken(tmp_path: Path, adding_model: str) -> None:
+    class Broken(MCPGRPOTrainer):
+        def roll_out(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            first, *others = super().roll_out(tasks, **kwargs)
+            empty = Trajectory(
+                task=first.task,
+                prompt_ids=first.prompt_ids,
+                segments=(),
+                messages=(),
+                exchanges=(),
+                stop_reason=StopReason.SERVER_FAILED,
+            )
+            return [empty, *others]
+
+    with Broken(adding_model, exact_answer, config(tmp_path, max_steps=1), DATASET, servers=SERVERS) as trainer:
+        trainer.train()
+    assert trainer.state.log_history[0]["rollout/failed_fraction"] == pytest.approx(1 / 8)
+
+
+def test_a_run_whose_servers_break_stops_and_says_what_broke(tmp_path: Path, adding_model: str) -> None:
+    servers = {"sums": {**SERVERS["sums"], "args": [str(SERVER), "--die"]}}
+    with (
+        MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), DATASET, servers=servers) as trainer,
+        pytest.raises(RolloutError) as caught,
+    ):
+        trainer.train()
+    message = str(caught.value)
+    assert re.search(r"\d+% of the trajectories failed", message)
+    assert "server_failed: `add`" in message
+    assert "max_failed_fraction" in message
+
+
+def test_it_evaluates_on_held_out_tasks_while_it_trains(tmp_path: Path, adding_model: str) -> None:
+    settings = config(
+        tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2
+    )
+    with MCPGRPOTrainer(
+        adding_model, exact_answer, settings, DATASET, servers=SERVERS, eval_dataset=DATASET.select(range(2))
+    ) as trainer:
+        trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(evaluations) == 2
+    assert evaluations[0]["eval_tools/call_frequency"] > 0
+
+
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path, adding_model: str) -> None:
+    def run(folder: Path, steps: int, resume: bool) -> MCPGRPOTrainer:
+        settings = config(folder, max_steps=steps, save_strategy="steps", save_steps=1, learning_rate=1e-2)
+        lora = LoraConfig(r=4, target_modules="all-linear")
+        with MCPGRPOTrainer(
+            adding_model, exact_answer, settings, DATASET, servers=SERVERS, peft_config=lora
+        ) as trainer:
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    first = run(tmp_path, 1, resume=False)
+    continued = run(tmp_path, 2, resume=True)
+    assert continued.state.global_step == 2
+    assert [entry["step"] for entry in continued.state.log_history if "reward" in entry] == [1, 2]
+    for entry, expected in zip(continued.state.log_history, first.state.log_history[:1], strict=False):
+        assert entry["reward"] == expected["reward"]
+
+
+def test_rolling_out_alone_does_not_train(tmp_path: Path, adding_model: str) -> None:
+    with MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), DATASET, servers=SERVERS) as trainer:
+        trajectories = trainer.roll_out(DATASET.select(range(2)), num_generations=3, temperature=0)
+    assert [t.task.task_id for t in trajectories] == ["sum-0"] * 3 + ["sum-1"] * 3
+    assert len({t.completion_ids for t in trajectories}) == 1  # the same question at temperature 0
+
+
+def test_a_batch_that_mixes_tasks_in_a_group_is_refused(tmp_path: Path, adding_model: str) -> None:
+    with MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), DATASET, servers=SERVERS) as trainer:
+        trainer.model.train()
+        with pytest.raises(RolloutError, match="attempts at one task"):
+            trainer._generate_and_score_completions([dict(ROWS[i % 2]) for i in range(8)])
+
+
+def refuse(
+    error: type[Exception],
+    *words: str,
+    rows: list | None = None,
+    servers: Any = SERVERS,
+    args: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Build a trainer whose model does not exist: what is refused must be refused before the model is loaded."""
+    with pytest.raises(error) as caught:
+        MCPGRPOTrainer("no-such-model", exact_answer, args, Dataset.from_list(rows or ROWS), servers=servers, **kwargs)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_row_without_the_needed_columns_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    refuse(TaskFormatError, "row 0", "`task_id`", "['question']", rows=[{"question": "?"}], args=config(tmp_path))
+
+
+def test_a_task_that_names_a_server_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "servers": ["sum"]}]
+    refuse(CatalogError, "'sum'", "'sum-0'", "sums", rows=rows, args=config(tmp_path))
+
+
+def test_a_task_that_names_a_tool_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    refuse(CatalogError, "'ad'", "'sum-0'", "add", rows=[{**ROWS[0], "tools": ["ad"]}], args=config(tmp_path))
+
+
+def test_a_held_out_task_is_checked_too(tmp_path: Path) -> None:
+    held_out = Dataset.from_list([{**ROWS[0], "tools": ["ad"]}])
+    refuse(CatalogError, "'ad'", args=config(tmp_path), eval_dataset=held_out)
+
+
+def test_a_server_that_cannot_start_is_shown_with_its_words(tmp_path: Path) -> None:
+    servers = {
+        "sums": {**SERVERS["sums"], "args": ["-c", "import sys; print('no licence', file=sys.stderr); sys.exit(7)"]}
+    }
+    refuse(ToolServerError, "'sums'", "no licence", "7", "-c", servers=servers, args=config(tmp_path))
+
+
+def test_a_server_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    refuse(ServerConfigError, "nowhere.json", servers=tmp_path / "nowhere.json", args=config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"top_p": 0.9}, ["`top_p=0.9`", "ratios"]),
+        ({"top_k": 20}, ["`top_k=20`"]),
+        ({"min_p": 0.1}, ["`min_p=0.1`"]),
+        ({"repetition_penalty": 1.1}, ["`repetition_penalty=1.1`"]),
+        ({"generation_kwargs": {"top_p": 0.5}}, ["`generation_kwargs"]),
+        ({"temperature": 0.0}, ["`temperature`"]),
+        ({"remove_unused_columns": True}, ["`remove_unused_columns=True`"]),
+        ({"use_vllm": True}, ["use_vllm=False"]),
+    ],
+)
+def test_settings_that_would_train_wrongly_are_refused(tmp_path: Path, settings: dict, words: list[str]) -> None:
+    refuse(SettingsError, *words, args=config(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
+def test_a_second_source_of_tools_is_refused(tmp_path: Path, name: str) -> None:
+    source: Callable = lambda *args: None  # noqa: E731
+    refuse(SettingsError, f"`{name}`", args=config(tmp_path), **{name: [source]})
+
+
+def test_a_configuration_of_trl_is_refused_together_with_servers(tmp_path: Path) -> None:
+    refuse(SettingsError, "MCPGRPOConfig", args=GRPOConfig(str(tmp_path), use_cpu=True, report_to="none"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_turns": 0}, {"trajectory_timeout": 0.0}, {"max_failed_fraction": 1.5}],
+    ids=lambda s: next(iter(s)),
+)
+def test_a_setting_out_of_range_is_refused(tmp_path: Path, settings: dict) -> None:
+    with pytest.raises(SettingsError, match=next(iter(settings))):
+        config(tmp_path, **settings)
+
+
+def test_rolling_out_needs_servers(tmp_path: Path, adding_model: str) -> None:
+    trainer = MCPGRPOTrainer(
+        adding_model, lambda completions, **kwargs: [0.0] * len(completions), config(tmp_path), DATASET
+    )
+    with pytest.raises(SettingsError, match="servers"):
+        trainer.roll_out(DATASET)

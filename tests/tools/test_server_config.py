@@ -1,0 +1,178 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp.server.mcpserver import MCPServer
+
+from mcp_grpo.errors import ServerConfigError
+from mcp_grpo.tools import ServerConfig, load_servers
+
+
+STDIO = {"command": "server", "args": ["--flag"]}
+HTTP = {"url": "https://example.com/mcp"}
+
+
+def load_one(entry: Any) -> ServerConfig:
+    (config,) = load_servers({"mcpServers": {"s": entry}})
+    return config
+
+
+@pytest.mark.parametrize("wrap", [lambda e: {"mcpServers": e}, lambda e: {"servers": e, "inputs": []}, lambda e: e])
+def test_all_outer_forms_of_the_file_mean_the_same(wrap: Any) -> None:
+    configs = load_servers(wrap({"a": STDIO, "b": HTTP}))
+    assert [(config.name, config.transport) for config in configs] == [("a", "stdio"), ("b", "http")]
+
+
+def test_a_bare_map_may_call_a_server_servers() -> None:
+    (config,) = load_servers({"servers": STDIO})
+    assert (config.name, config.command) == ("servers", "server")
+
+
+def test_a_file_is_read_and_its_folder_is_where_a_relative_cwd_starts(tmp_path: Path) -> None:
+    path = tmp_path / "servers.json"
+    path.write_text(json.dumps({"mcpServers": {"s": STDIO | {"cwd": "data"}}}))
+    (config,) = load_servers(path)
+    assert config.cwd == str(tmp_path / "data")
+    assert load_servers(str(path)) == (config,)
+
+
+def test_an_absolute_cwd_stays(tmp_path: Path) -> None:
+    path = tmp_path / "servers.json"
+    path.write_text(json.dumps({"s": STDIO | {"cwd": "/srv"}}))
+    assert load_servers(path)[0].cwd == "/srv"
+
+
+@pytest.mark.parametrize("key", ["type", "transport"])
+@pytest.mark.parametrize("alias", ["http", "streamable-http", "streamable_http", "streamableHttp"])
+def test_the_transport_has_its_aliases(key: str, alias: str) -> None:
+    assert load_one(HTTP | {key: alias}).transport == "http"
+
+
+def test_a_server_object_runs_in_process() -> None:
+    server = MCPServer("files")
+    assert load_one(server).server is server
+    assert load_one({"server": server, "x-mcp-grpo": {"max_inflight": 2}}).max_inflight == 2
+
+
+def test_configurations_pass_through() -> None:
+    configs = load_servers({"s": STDIO})
+    assert load_servers(configs) == configs
+
+
+def test_variables_are_expanded_in_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("V", "value")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("UNSET", raising=False)
+    config = load_one({
+        "command": "${V}",
+        "args": ["--a=${env:V}", "${UNSET:-default}", "${EMPTY:-default}", "$V ${V%x}"],
+        "env": {"K": "<${V}>"},
+        "cwd": "/${V}",
+    })  # fmt: skip
+    assert config.command == "value"
+    assert config.args == ("--a=value", "default", "default", "$V ${V%x}")
+    assert config.env == {"K": "<value>"}
+    assert config.cwd == "/value"
+    web = load_one({"url": "http://${V}/", "headers": {"Authorization": "Bearer ${V}"}})
+    assert (web.url, web.headers) == ("http://value/", {"Authorization": "Bearer value"})
+
+
+def test_our_options_are_read_from_their_own_key_and_foreign_keys_are_ignored() -> None:
+    options = {"call_timeout": 5, "allowed_tools": ["a"], "protocol": "legacy"}
+    config = load_one(STDIO | {"timeout": 60000, "autoApprove": ["x"], "x-mcp-grpo": options})
+    assert (config.call_timeout, config.allowed_tools, config.protocol) == (5, ("a",), "legacy")
+    assert config.connect_timeout == 60.0
+
+
+def test_disabled_servers_are_skipped() -> None:
+    configs = load_servers({"a": STDIO | {"disabled": True}, "b": STDIO | {"disabled": False}})
+    assert [config.name for config in configs] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (STDIO | HTTP, ["'s'", "command", "url"]),
+        ({"args": []}, ["'s'", "`command` or `url`", "args"]),
+        ("server", ["'s'", "str"]),
+        ({"type": "stdio"}, ["`command`", "None"]),
+        ({"type": "http", "command": "x"}, ["`url`", "None"]),
+        (HTTP | {"type": "sse"}, ["'sse'", "http"]),
+        (HTTP | {"type": "carrier-pigeon"}, ["'carrier-pigeon'", "stdio"]),
+        ({"url": "ftp://example.com"}, ["http://", "ftp"]),
+        ({"command": ""}, ["`command`", "''"]),
+        (STDIO | {"args": "--flag"}, ["`args`", "'--flag'"]),
+        (STDIO | {"args": [8000]}, ["`args`", "8000", "Quote"]),
+        (STDIO | {"env": ["A=b"]}, ["`env`", "list"]),
+        (STDIO | {"env": {"PORT": 8000}}, ["`env`", "PORT", "Quote"]),
+        (STDIO | {"env": {"K": "${NOT_SET_ANYWHERE}"}}, ["`env`", "'NOT_SET_ANYWHERE'", ":-default"]),
+        (STDIO | {"args": ["${input:key}"]}, ["`args`", "${input:key}", "${NAME}"]),
+        (STDIO | {"x-mcp-grpo": {"call_timout": 3}}, ["'call_timout'", "`call_timeout`"]),
+        (STDIO | {"x-mcp-grpo": {"zzz": 3}}, ["'zzz'", "max_inflight"]),
+        (STDIO | {"x-mcp-grpo": 3}, ["x-mcp-grpo", "3"]),
+        (STDIO | {"x-mcp-grpo": {"call_timeout": 0}}, ["`call_timeout`", "positive", "0"]),
+        (STDIO | {"x-mcp-grpo": {"connect_timeout": "60s"}}, ["`connect_timeout`", "'60s'"]),
+        (STDIO | {"x-mcp-grpo": {"max_inflight": 1.5}}, ["`max_inflight`", "1.5"]),
+        (STDIO | {"x-mcp-grpo": {"allowed_tools": "read"}}, ["`allowed_tools`", "'read'"]),
+        (STDIO | {"x-mcp-grpo": {"protocol": "new"}}, ["`protocol`", "'new'", "legacy"]),
+        ({"server": "not an object"}, ["`server`", "MCPServer"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_entry_is_refused_in_words_that_help(entry: Any, words: list[str]) -> None:
+    with pytest.raises(ServerConfigError) as caught:
+        load_one(entry)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("content", [{}, {"mcpServers": {}}, {"a": STDIO | {"disabled": True}}, []])
+def test_no_server_at_all_is_refused(content: Any) -> None:
+    with pytest.raises(ServerConfigError, match="No server"):
+        load_servers(content)
+
+
+def test_servers_that_are_no_map_are_refused() -> None:
+    with pytest.raises(ServerConfigError, match="map names to servers"):
+        load_servers({"mcpServers": [STDIO]})
+
+
+def test_a_list_of_anything_else_is_refused() -> None:
+    with pytest.raises(ServerConfigError, match="ServerConfig"):
+        load_servers([MCPServer("files")])  # type: ignore[list-item]
+
+
+def test_two_servers_of_one_name_are_refused() -> None:
+    (config,) = load_servers({"s": STDIO})
+    with pytest.raises(ServerConfigError, match=r"\['s'\]"):
+        load_servers([config, config])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"mcpServers": {},}'])
+def test_a_file_that_is_no_object_is_refused_by_its_path(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "servers.json"
+    path.write_text(text)
+    with pytest.raises(ServerConfigError, match=r"servers\.json"):
+        load_servers(path)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ServerConfigError, match=r"nowhere\.json"):
+        load_servers(tmp_path / "nowhere.json")
+
+
+def test_the_repr_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret-value")
+    stdio = load_one(STDIO | {"env": {"KEY": "literal-secret"}, "args": ["--key", "${SECRET}"]})
+    web = load_one(
+        {"url": "https://u:pw@h/${SECRET}?k=in-the-query", "headers": {"Authorization": "Bearer abcdefghij"}}
+    )
+    shown = repr(stdio) + repr(web) + str([stdio, web])
+    for secret in ("literal-secret", "s3cret-value", "abcdefghij", "in-the-query", "pw"):
+        assert secret not in shown
+    assert "server --key ***" in shown
+    assert "https://h/***" in shown
+
+
+def test_redacting_leaves_short_values_and_paths(tmp_path: Path) -> None:
+    config = load_one(STDIO | {"env": {"LEVEL": "INFO", "HOME": str(tmp_path), "KEY": "abcdefgh"}})
+    assert config.redact(f"INFO {tmp_path} abcdefgh") == f"INFO {tmp_path} ***"
