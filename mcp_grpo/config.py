@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from transformers.utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
@@ -50,6 +51,8 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.bf16 is None and not self.use_cpu and not is_torch_bf16_gpu_available():
+            self.bf16 = False  # TRL turns it on by default, and then refuses a machine that has no such GPU
         super().__post_init__()
         if self.max_turns < 1:
             raise SettingsError(f"`max_turns` must be at least 1, got {self.max_turns}.")

@@ -71,6 +71,9 @@ class Renderer:
         self.tokenizer: Any = tokenizer  # its type hints allow much that it never returns
         self.end_of_turn_ids = tuple(end_of_turn_ids)
         self._template_kwargs = dict(chat_template_kwargs or {})
+        # What depends on the tools' names alone is rendered once.
+        self._turns: dict[tuple[str, int], tuple[list[Message], str, str]] = {}
+        self._framed: dict[tuple[str, ...], list[str]] = {}
         if not supports_tool_calling(tokenizer):
             raise TemplateError(
                 "The tokenizer's chat template cannot render tool calls and tool results. Use a model with a "
@@ -197,16 +200,9 @@ class Renderer:
         )
 
     def _suffix_text(self, tool_messages: Sequence[Message], rounds: int = 1) -> str:
-        # Any conversation will do, as long as its last turn is the policy's tool call: the template only appends.
-        # The real tool's name, because some templates (GPT-OSS) build the result's header from it.
-        call = {"type": "function", "function": {"name": tool_messages[0]["name"], "arguments": {}}}
-        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        opening: list[Message] = [{"role": "user", "content": "question"}]
-        for _ in range(rounds - 1):
-            opening += [turn, {"role": "tool", "name": tool_messages[0]["name"], "content": "result"}]
-        before = self._render(opening, add_generation_prompt=True)
-        after_turn = self._render([*opening, turn])
-        text = self._render([*opening, turn, *tool_messages], add_generation_prompt=True)
+        """What the template appends to a turn that called tools, from the end of the turn on."""
+        opening, before, after_turn = self._turn(tool_messages[0]["name"], rounds)
+        text = self._render([*opening, *tool_messages], add_generation_prompt=True)
         # The turn begins where the generation prompt and the rendered turn part ways, and ends at the first token
         # that stops generation; for some templates (GLM) that token already belongs to the tool message.
         start = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
@@ -226,17 +222,33 @@ class Renderer:
             )
         return text[position + len(end) :]
 
+    def _turn(self, name: str, rounds: int) -> tuple[list[Message], str, str]:
+        """A conversation that ends with a call of a tool, and its text before and after that turn."""
+        if (name, rounds) not in self._turns:
+            # Any conversation will do, as long as its last turn is a tool call: the template only appends. The real
+            # tool's name, because some templates (GPT-OSS) build the result's header from it.
+            call = {"type": "function", "function": {"name": name, "arguments": {}}}
+            turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            earlier: list[Message] = [turn, {"role": "tool", "name": name, "content": "result"}]
+            opening: list[Message] = [{"role": "user", "content": "question"}, *earlier * (rounds - 1)]
+            before, after = self._render(opening, add_generation_prompt=True), self._render([*opening, turn])
+            self._turns[name, rounds] = [*opening, turn], before, after
+        return self._turns[name, rounds]
+
     def _frames(self, tool_messages: Sequence[Message]) -> list[str]:
         """What the template puts before, between and after the contents of the tool messages."""
-        placeholders = [_PLACEHOLDER.format(i) for i in range(len(tool_messages))]
-        text = self._suffix_text([{**m, "content": p} for m, p in zip(tool_messages, placeholders, strict=True)])
-        frames = []
-        for placeholder in placeholders:
-            frame, found, text = text.partition(placeholder)
-            if not found:
-                raise TemplateError("The chat template drops or rewrites the content of tool messages.")
-            frames.append(frame)
-        return [*frames, text]
+        names = tuple(message["name"] for message in tool_messages)
+        if names not in self._framed:
+            placeholders = [_PLACEHOLDER.format(i) for i in range(len(names))]
+            text = self._suffix_text([{**m, "content": p} for m, p in zip(tool_messages, placeholders, strict=True)])
+            frames = []
+            for placeholder in placeholders:
+                frame, found, text = text.partition(placeholder)
+                if not found:
+                    raise TemplateError("The chat template drops or rewrites the content of tool messages.")
+                frames.append(frame)
+            self._framed[names] = [*frames, text]
+        return self._framed[names]
 
     def _rendered_content(self, tool_messages: Sequence[Message], frames: list[str], index: int) -> str:
         """The content of one tool message as the template writes it: escaped, trimmed or as it is."""

@@ -1,8 +1,8 @@
 """Dataset rows as tasks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.types import Message, Task
@@ -98,17 +98,18 @@ def _messages(prompt: Any) -> tuple[Message, ...]:
             f"`prompt` must be a string or a list of messages, got {prompt!r}. A message is "
             '`{"role": "user", "content": "..."}`.'
         )
-    for message in prompt:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    messages = cast("Sequence[Any]", prompt)
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(cast("Message", message).get("role"), str):
             raise TaskFormatError(
                 f'`prompt` holds {message!r}, which is not a message. A message is `{{"role": "user", "content": "..."}}`.'
             )
-    if prompt[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise TaskFormatError(
             "`prompt` ends with an assistant message. End it with the user's: the policy comes next."
         )
     # A dataset gives every message every key, and `None` to those it did not have.
-    return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
 def _names(row: Mapping[str, Any], column: str) -> tuple[str, ...] | None:

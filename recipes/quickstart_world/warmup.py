@@ -1,0 +1,193 @@
+"""
+Supervised warm-up: the policy learns to call tools and to copy, but not yet which tool to pick.
+
+A sample holds exactly the tokens that a rollout would: the prompt, what the policy writes up to the end of its turn,
+and what the chat template puts around each tool result. The policy is trained on what it would have written, and on
+nothing else.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mcp_grpo.rollout import Renderer
+from quickstart_world.tasks import Message, Row, scripted_solution
+
+
+# The prompt then carries the empty thinking block, and the policy need not write it.
+CHAT_TEMPLATE_KWARGS = {"enable_thinking": False}
+IGNORED = -100  # label of a token that is not trained on
+
+Tool = dict[str, Any]
+Sample = tuple[list[int], list[int]]  # token ids and labels
+_QUESTION = {"role": "user", "content": "?"}  # stands for any prompt where only what follows it matters
+
+
+class SampleBuilder:
+    """
+    Turns a task and its solution into the tokens of a rollout.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer with Qwen3's chat template.
+        tools (`Sequence[Tool]`):
+            Function schemas of the tools, as the rollout passes them to the chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> None:
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        self._renderer = Renderer(
+            tokenizer, end_of_turn_ids=[tokenizer.eos_token_id], chat_template_kwargs=CHAT_TEMPLATE_KWARGS
+        )
+        self._opening = self._render([_QUESTION], add_generation_prompt=True)
+
+    def sample(self, row: Row, solution: list[Message]) -> Sample:
+        """
+        Tokens of a conversation, and the labels to train on.
+
+        Args:
+            row (`Row`):
+                Row of [`build_tasks`].
+            solution (`list[Message]`):
+                What follows the prompt, as [`scripted_solution`] gives it.
+
+        Returns:
+            `Sample`: Token ids and labels of equal length; a label is `-100` where the policy did not write the token.
+        """
+        ids = list(self._renderer.prompt_ids(row["prompt"], self._tools))
+        labels = [IGNORED] * len(ids)
+        for message in solution:
+            if message["role"] == "tool":
+                new_ids = list(self._renderer.suffix_ids([message]))
+                labels += [IGNORED] * len(new_ids)
+            else:
+                turn = self._render([_QUESTION, message]).removeprefix(self._opening).removesuffix("\n")
+                new_ids = self._tokenizer.encode(turn, add_special_tokens=False)
+                labels += new_ids
+            ids += new_ids
+        return ids, labels
+
+    def _render(self, messages: list[Message], **kwargs: Any) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, chat_template=self._renderer.chat_template, **kwargs, **CHAT_TEMPLATE_KWARGS
+        )
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    tools: Sequence[Tool],
+    *,
+    num_noisy_steps: int = 60,
+    batch_size: int = 16,
+    learning_rate: float = 3e-3,
+    noise: float = 0.5,
+    seed: int = 0,
+) -> None:
+    """
+    Train a model with random weights to call tools, in place.
+
+    It first repeats random tokens, which is the quickest way for a small model to find out how to copy. Right solutions
+    follow, which teach it to call and to tell what a question asks for, and then noisy ones, which blur its choice of
+    tool. How soon the first two are learnt is a matter of luck, so they last as long as it takes.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with random weights.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        rows (`Sequence[Row]`):
+            Tasks to train on, from [`build_tasks`].
+        tools (`Sequence[Tool]`):
+            Function schemas of the tools, in the form and order in which the rollout passes them to the chat template.
+        num_noisy_steps (`int`, *optional*, defaults to `60`):
+            Number of steps with noisy solutions, over which the learning rate falls to zero from a third of its value:
+            a higher one wipes out what a question asks for, instead of blurring it.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Solutions per step.
+        learning_rate (`float`, *optional*, defaults to `3e-3`):
+            Learning rate, reached after 30 steps.
+        noise (`float`, *optional*, defaults to `0.5`):
+            How often a noisy solution picks blindly among tools that look alike: the head-room for reinforcement
+            learning.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the tokens to repeat, of the order of tasks and of the noise.
+    """
+    rng, builder = random.Random(seed), SampleBuilder(tokenizer, tools)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 30, total_iters=30)
+
+    def repetition() -> torch.Tensor:
+        return _repetition_loss(model, len(tokenizer), generator)
+
+    def solutions(noise: float) -> torch.Tensor:
+        chosen = rng.choices(rows, k=batch_size)
+        batch = [builder.sample(row, scripted_solution(row, noise, rng)) for row in chosen]
+        return _solution_loss(model, batch, tokenizer.pad_token_id)
+
+    model.train()
+    _learn("Learning to copy", repetition, optimizer, ramp, max_steps=600, target_loss=0.05)
+    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=0.008)
+    optimizer.param_groups[0]["lr"] = learning_rate / 3
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_noisy_steps)
+    _learn("Blurring choices", lambda: solutions(noise), optimizer, decay, max_steps=num_noisy_steps)
+    model.eval()
+
+
+def _learn(
+    title: str,
+    loss_of_batch: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    max_steps: int,
+    target_loss: float = 0.0,
+) -> None:
+    """Take steps until the mean loss of the last ones is on target."""
+    parameters = optimizer.param_groups[0]["params"]
+    recent: deque[float] = deque(maxlen=20)
+    with tqdm(desc=title, total=max_steps) as bar:
+        while bar.n < max_steps and (len(recent) < 20 or mean(recent) > target_loss):
+            loss = loss_of_batch()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            recent.append(loss.item())
+            bar.set_postfix(loss=f"{mean(recent):.3f}", target=target_loss, refresh=False)
+            bar.update()
+        bar.total = bar.n  # done, however many it took
+
+
+def _repetition_loss(
+    model: PreTrainedModel, vocab_size: int, generator: torch.Generator, num_rows: int = 32, length: int = 24
+) -> torch.Tensor:
+    """Mean loss over the second of two equal runs of random tokens."""
+    run = torch.randint(vocab_size, (num_rows, length), generator=generator)
+    ids = torch.cat([run, run], dim=1)
+    logits = model(input_ids=ids).logits[:, length:-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, length + 1 :].flatten())
+
+
+def _solution_loss(model: PreTrainedModel, batch: list[Sample], pad_token_id: int) -> torch.Tensor:
+    """Mean loss over the tokens the policy writes. The prompt's common part is run once, not once per sample."""
+    shared = next(i for i, column in enumerate(zip(*(ids for ids, _ in batch), strict=False)) if len(set(column)) > 1)
+    width = max(len(ids) for ids, _ in batch) - shared
+    ids = torch.tensor([ids[shared:] + [pad_token_id] * (shared + width - len(ids)) for ids, _ in batch])
+    labels = torch.tensor([labels[shared:] + [IGNORED] * (shared + width - len(labels)) for _, labels in batch])
+    cache = model(input_ids=torch.tensor([batch[0][0][:shared]]), use_cache=True, logits_to_keep=1).past_key_values
+    cache.batch_repeat_interleave(len(batch))
+    # Padding stands at the end, where no real token looks: no mask is needed.
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )

@@ -1,0 +1,87 @@
+"""The quickstart does what it promises: whole, from nothing, for any seed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from quickstart import SERVERS, list_tools
+from quickstart_world.model import build_model, build_tokenizer
+from quickstart_world.tasks import build_tasks, scripted_solution
+from quickstart_world.warmup import IGNORED, SampleBuilder
+
+from mcp_grpo import Task, ToolCall, ToolPool
+from mcp_grpo.tasks import tasks_from_rows
+
+
+ROOT = Path(__file__).parent.parent
+TRAIN, HELD_OUT = build_tasks()
+
+
+@pytest.fixture(scope="module")
+def tools() -> list[dict]:
+    return anyio.run(list_tools)
+
+
+def test_the_quickstart_s_tasks_are_tasks_and_none_is_in_both_sets() -> None:
+    train, held_out = tasks_from_rows(TRAIN), tasks_from_rows(HELD_OUT)
+    questions = {task.prompt[0]["content"] for task in train}
+    assert not questions & {task.prompt[0]["content"] for task in held_out}
+    assert {task.difficulty for task in held_out} == {"easy", "medium", "hard"}
+
+
+def test_nobody_in_a_held_out_task_is_met_in_training() -> None:
+    def met(rows: list[dict]) -> set[str]:
+        calls = [m["tool_calls"][0]["function"] for r in rows for m in scripted_solution(r) if "tool_calls" in m]
+        return {value for call in calls for value in call["arguments"].values()}
+
+    assert not met(TRAIN) & met(HELD_OUT)
+
+
+def test_scripted_solutions_are_what_the_servers_answer() -> None:
+    async def replay() -> None:
+        async with ToolPool(SERVERS) as pool, pool.lease(Task(task_id="t", prompt=({"role": "user"},))) as lease:
+            for row in HELD_OUT[:30]:
+                messages = scripted_solution(row)
+                for call, result in zip(messages[0::2], messages[1::2], strict=False):
+                    function = call["tool_calls"][0]["function"]
+                    answer = await lease.call(ToolCall(name=function["name"], arguments=function["arguments"]))
+                    assert answer.text == result["content"]
+                assert messages[-1]["content"] == row["answer"]
+
+    anyio.run(replay)
+
+
+def test_a_warm_up_sample_is_what_the_template_renders_with_only_the_policy_s_tokens_labelled(
+    tools: list[dict],
+) -> None:
+    tokenizer = build_tokenizer(TRAIN[:300], tools)
+    builder = SampleBuilder(tokenizer, tools)
+    for row in HELD_OUT[:6]:
+        solution = scripted_solution(row)
+        ids, labels = builder.sample(row, solution)
+        assert len(ids) == len(labels)
+        rendered = builder._renderer._render([*row["prompt"], *solution], tools=tools)
+        assert tokenizer.decode(ids) + "\n" == rendered
+        written = tokenizer.decode([label for label in labels if label != IGNORED])
+        assert written.count("<|im_end|>") == len(solution[0::2])
+        assert written.endswith(f"{row['answer']}<|im_end|>")
+        assert "<tool_response>" not in written
+    assert sum(p.numel() for p in build_model(tokenizer).parameters()) < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns(tmp_path: Path, seed: int) -> None:
+    accelerate = Path(sys.executable).parent / "accelerate"
+    command = [str(accelerate), "launch", "--cpu", "--num_processes", "1", "recipes/quickstart.py"]
+    subprocess.run([*command, "--seed", str(seed), "--output_dir", str(tmp_path)], cwd=ROOT, check=True)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["success_before"] <= 0.6
+    assert summary["success_after"] >= 0.9
+    assert summary["seed"] == seed
+    for name in ("adapter_model.safetensors", "adapter_config.json", "README.md", "curves.png", "chat_template.jinja"):
+        assert (tmp_path / name).exists()
