@@ -1,11 +1,15 @@
 """The settings of a run: TRL's, and a few of our own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers import PretrainedConfig, ProcessorMixin
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.rollout import Limits
 
 
 @dataclass
@@ -63,29 +67,92 @@ class MCPGRPOConfig(GRPOConfig):
         if not 0 <= self.max_failed_fraction <= 1:
             raise SettingsError(f"`max_failed_fraction` must be between 0 and 1, got {self.max_failed_fraction}.")
 
-    def check_for_servers(self) -> None:
+    def limits(self, model_config: PretrainedConfig) -> Limits:
         """
-        Refuse settings that would not train correctly on MCP servers. The trainer calls it before it starts anything.
+        Where a trajectory ends at the latest.
 
-        Raises:
-            [`SettingsError`]: If there is one; the message says what to set instead.
+        Args:
+            model_config ([`~transformers.PretrainedConfig`]):
+                Configuration of the policy, which limits its context.
+
+        Returns:
+            [`Limits`]: The limits.
         """
-        if self.use_vllm or self.use_transformers_continuous_batching:
+        max_context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        max_completion_length = self.max_completion_length or max_context
+        if max_completion_length is None:
+            raise SettingsError("Set `max_completion_length`: the model's configuration does not limit its context.")
+        return Limits(
+            max_turns=self.max_turns,
+            max_completion_length=max_completion_length,
+            max_context=max_context,
+            timeout=self.trajectory_timeout,
+        )
+
+
+def check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """
+    Refuse, before anything is started, what would not train correctly on MCP servers.
+
+    Args:
+        args (`MCPGRPOConfig`):
+            The trainer's configuration.
+        kwargs (`Mapping[str, Any]`):
+            Its other arguments.
+
+    Raises:
+        [`SettingsError`]: If there is such a thing; the message says what to set instead.
+    """
+    if not isinstance(args, MCPGRPOConfig):
+        raise SettingsError(f"With `servers`, `args` must be an `MCPGRPOConfig`, got {type(args).__name__}.")
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if kwargs.get(name) is not None:
+            raise SettingsError(f"`{name}` and `servers` both say where tools come from. Pass only `servers`.")
+    # The sampler's log-probabilities are the old ones of the ratio: they must be those of the policy itself.
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
+    for name, value in neutral.items():
+        if getattr(args, name) not in (value, None):
             raise SettingsError(
-                "With `servers`, the policy is sampled by plain transformers: set `use_vllm=False` and "
-                "`use_transformers_continuous_batching=False`."
+                f"`{name}={getattr(args, name)!r}` samples from another distribution than the one that is trained, so "
+                f"that ratios would be wrong. Leave it at {value!r}; use `temperature` to explore more or less."
             )
-        if self.remove_unused_columns:
-            raise SettingsError("`remove_unused_columns=True` would drop the tasks' columns. Set it to `False`.")
-        # The sampler's log-probabilities are the old ones of the ratio: they must be those of the policy itself.
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
-        for name, value in neutral.items():
-            if getattr(self, name) not in (value, None):
-                raise SettingsError(
-                    f"`{name}={getattr(self, name)!r}` samples from another distribution than the one that is trained, "
-                    f"so that ratios would be wrong. Leave it at {value!r}; use `temperature` to explore more or less."
-                )
-        if self.temperature <= 0:
-            raise SettingsError(
-                f"`temperature` must be positive, got {self.temperature}: a group needs varied attempts."
-            )
+    for is_refused, message in _refusals(args, kwargs):
+        if is_refused:
+            raise SettingsError(message)
+
+
+def _refusals(args: MCPGRPOConfig, kwargs: Mapping[str, Any]) -> list[tuple[bool | int | None, str]]:
+    """What cannot be, and what to say to it."""
+    return [
+        (
+            args.temperature <= 0,
+            f"`temperature` must be positive, got {args.temperature}: a group needs varied attempts.",
+        ),
+        (
+            args.use_vllm or args.use_transformers_continuous_batching,
+            "With `servers`, the policy is sampled by plain transformers: set `use_vllm=False` and "
+            "`use_transformers_continuous_batching=False`.",
+        ),
+        (
+            bool(args.fsdp),
+            "FSDP cannot generate with `servers`: its processes must call the model equally often, and trajectories "
+            "differ. Use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
+        ),
+        (
+            not args.ds3_gather_for_generation,
+            "With `servers`, `ds3_gather_for_generation` must stay `True`: trajectories differ in length.",
+        ),
+        (
+            args.gradient_accumulation_steps % cast("int", args.steps_per_generation),
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}) must be a multiple of "
+            f"`steps_per_generation` ({args.steps_per_generation}), so that every update holds whole groups.",
+        ),
+        (
+            args.remove_unused_columns,
+            "`remove_unused_columns=True` would drop the tasks' columns. Set it to `False`.",
+        ),
+        (
+            isinstance(kwargs.get("processing_class"), ProcessorMixin),
+            "`processing_class` must be a tokenizer: tools are text. Pass the processor's `.tokenizer`.",
+        ),
+    ]

@@ -1,21 +1,22 @@
 """`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, ProcessorMixin
+from tqdm.auto import tqdm
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, unwrap_model_for_generation
-from mcp_grpo.config import MCPGRPOConfig
+from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
+from mcp_grpo.config import MCPGRPOConfig, check_arguments
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning import Ratio, check_failures, check_groups, trajectory_metrics
-from mcp_grpo.rollout import Limits, Renderer, RolloutEngine, TransformersGenerator, derived_seed
+from mcp_grpo.monitor import rewrite_card
+from mcp_grpo.rollout import Renderer, RolloutEngine, TransformersGenerator, derived_seed
 from mcp_grpo.tasks import task_from_row, tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
 
@@ -31,8 +32,9 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     Without `servers` it is [`~trl.GRPOTrainer`], with equal losses and equal gradients.
 
-    The servers are started and every task is checked against their tools before training begins. They are ended by
-    [`close`], by leaving a `with` block, or when the interpreter exits.
+    The servers are started and every task is checked against their tools before training begins (those of an iterable
+    dataset as they come). They are ended by [`close`], by leaving a `with` block, or when the interpreter exits.
+    Dropout is turned off, as the sampler has none.
 
     Args:
         model (`str` or `PreTrainedModel` or `PeftModel`):
@@ -101,13 +103,14 @@ class MCPGRPOTrainer(GRPOTrainer):
         if servers is None:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
-        _check_arguments(args, kwargs)
-        datasets = [("train", train_dataset), *_named(kwargs.get("eval_dataset"))]
-        tasks = {name: tasks_from_rows(d) for name, d in datasets if isinstance(d, Dataset)}
+        check_arguments(args, kwargs)
+        held_out = kwargs.get("eval_dataset")
+        datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
+        tasks = [task for rows in datasets if isinstance(rows, Dataset) for task in tasks_from_rows(rows)]
         # The servers before the model: what is wrong with a server or a task shows in seconds.
         self._engine = RolloutEngine(servers)
         try:
-            for task in (task for name in tasks for task in tasks[name]):
+            for task in tasks:
                 self._engine.catalog.check(task)
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             self._renderer = Renderer(
@@ -115,7 +118,10 @@ class MCPGRPOTrainer(GRPOTrainer):
                 end_of_turn_ids=self.eos_token_ids,
                 chat_template_kwargs=self.chat_template_kwargs,
             )
-            self._limits = self._make_limits()
+            self._renderer.check_tools([tool.schema for tool in self._engine.catalog.tools])
+            self._limits = args.limits(self.model.config)
+            # The sampler has none, so that with dropout every ratio would be off before the first step.
+            disable_dropout_in_model(self.model)
         except BaseException:
             self.close()
             raise
@@ -155,11 +161,19 @@ class MCPGRPOTrainer(GRPOTrainer):
             tasks = tasks_from_rows(tasks)
         for task in tasks:
             self._engine.catalog.check(task)
+        attempts = [task for task in tasks for _ in range(num_generations)]
+        with tqdm(total=len(attempts), desc="Rolling out", disable=self.args.disable_tqdm) as bar:
+            return self._attempt(attempts, temperature=temperature, on_done=lambda _: bar.update())
+
+    def _attempt(
+        self, tasks: Sequence[Task], temperature: float | None = None, on_done: Any = None
+    ) -> list[Trajectory]:
+        assert self._engine
         self._num_rollouts += 1
         seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
-        with self._generation_model() as model:
+        with policy_for_generation(self) as model:
             return self._engine.roll_out(
-                [task for task in tasks for _ in range(num_generations)],
+                tasks,
                 renderer=self._renderer,
                 generator=TransformersGenerator(
                     model,
@@ -170,43 +184,14 @@ class MCPGRPOTrainer(GRPOTrainer):
                 limits=self._limits,
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,
+                # What training generates at a time fits into memory.
+                max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
+                on_done=on_done,
             )
-
-    def _make_limits(self) -> Limits:
-        max_context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        max_length = self.args.max_completion_length or max_context
-        if max_length is None:
-            raise SettingsError("Set `max_completion_length`: the model's configuration does not limit its context.")
-        return Limits(
-            max_turns=self.args.max_turns,
-            max_completion_length=max_length,
-            max_context=max_context,
-            timeout=self.args.trajectory_timeout,
-        )
-
-    @contextmanager
-    def _generation_model(self) -> Generator[PreTrainedModel]:
-        """The policy, whole on this process and without dropout."""
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=cast("dict[str, Any] | None", self.args.gradient_checkpointing_kwargs),
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            was_training = model.training
-            model.eval()
-            try:
-                yield model
-            finally:
-                model.train(was_training)
 
     def _rollout(self) -> dict[str, list]:
         """What TRL asks of a `rollout_func`, for the tasks at hand."""
-        self._trajectories = self.roll_out(self._tasks)
+        self._trajectories = self._attempt(self._tasks)
         # TRL cannot take an empty completion. One masked token stands for it.
         nothing = [self._tokenizer.eos_token_id]
         return {
@@ -220,10 +205,11 @@ class MCPGRPOTrainer(GRPOTrainer):
         }
 
     def _generate(self, prompts: list) -> tuple:
-        output = super()._generate(prompts)
         if self._engine is None:
-            return output
-        # TRL decodes a completion as one message; reward functions and logs get the real ones.
+            return super()._generate(prompts)
+        # TRL would parse a whole completion as one message. It only decodes those of prompts that are no messages, and
+        # reward functions and logs get the real ones.
+        output = super()._generate([task.task_id for task in self._tasks])
         completions = [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]
         return (*output[:COMPLETIONS], completions, *output[COMPLETIONS + 1 :])
 
@@ -241,6 +227,8 @@ class MCPGRPOTrainer(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         self._tasks = [task_from_row(row) for row in inputs]  # `rollout_func` is given prompts, not rows
+        for task in self._tasks:  # those of a stream have not been seen before
+            self._engine.catalog.check(task)
         check_groups(
             [task.task_id for task in self._tasks],
             self.num_generations if mode == "train" else self.num_generations_eval,
@@ -261,39 +249,44 @@ class MCPGRPOTrainer(GRPOTrainer):
         return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
-        return loss * inputs["row_scale"] if "row_scale" in inputs else loss
+        if "row_scale" not in inputs:
+            return super()._compute_loss(model, inputs)
+        scale, beta = inputs["row_scale"].item(), self.beta
+        try:
+            # The policy term and the KL term, which are means over rows, but not the entropy bonus, which is not.
+            self.beta = beta * scale
+            return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
+        finally:
+            self.beta = beta
+
+    def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(model_name, *args, **kwargs)
+        if self._engine is not None and self.is_world_process_zero():
+            folder = Path(cast("str", self.args.output_dir))
+            rewrite_card(
+                folder / "README.md",
+                self._engine.catalog,
+                model_name=model_name or folder.name,
+                model_id=self.hub_model_id or folder.name,
+                is_adapter=bool(is_peft_model(self.model)),
+            )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self._engine is None or self._renderer.chat_template is None:
+        if self._engine is None:
             return super()._save(output_dir, state_dict)
         # The template the policy was trained on goes with it: with the stock one it would see other histories.
-        stock, self._tokenizer.chat_template = self._tokenizer.chat_template, self._renderer.chat_template
+        stock = self._tokenizer.chat_template
+        self._tokenizer.chat_template = self._renderer.chat_template or stock
         try:
             super()._save(output_dir, state_dict)
         finally:
             self._tokenizer.chat_template = stock
+        # The reference is made anew from the adapter one starts with. Saved beside it, it is all that a resumed run
+        # would load: the policy would silently start from zero.
+        shutil.rmtree(Path(cast("str", output_dir or self.args.output_dir), "ref"), ignore_errors=True)
 
     def _reduce(self, ratios: dict[str, Ratio]) -> dict[str, float]:
         """Ratios added up over all ranks, then divided."""
         local = torch.tensor([[r.total, r.count] for r in ratios.values()], device=self.accelerator.device)
         sums = self.accelerator.gather(local).view(-1, len(ratios), 2).sum(dim=0).tolist()
-        return {key: total / count if count else 0.0 for key, (total, count) in zip(ratios, sums, strict=True)}
-
-
-def _check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse, before anything is started, what would not train correctly on servers."""
-    if not isinstance(args, MCPGRPOConfig):
-        raise SettingsError(f"With `servers`, `args` must be an `MCPGRPOConfig`, got {type(args).__name__}.")
-    args.check_for_servers()
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if kwargs.get(name) is not None:
-            raise SettingsError(f"`{name}` and `servers` both say where tools come from. Pass only `servers`.")
-    if isinstance(kwargs.get("processing_class"), ProcessorMixin):
-        raise SettingsError(
-            "`processing_class` must be a tokenizer: tools are text. Pass the processor's `.tokenizer`."
-        )
-
-
-def _named(datasets: Any) -> list[tuple[str, Any]]:
-    return list(datasets.items()) if isinstance(datasets, Mapping) else [("eval", datasets)]
+        return {key: total / count for key, (total, count) in zip(ratios, sums, strict=True) if count}

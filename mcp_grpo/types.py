@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 
@@ -93,7 +92,7 @@ class Task:
     max_turns: int | None = None
     difficulty: str | None = None
     answer: Any = None
-    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import quickstart
 from quickstart import SERVERS, list_tools
 from quickstart_world.model import build_model, build_tokenizer
 from quickstart_world.tasks import build_tasks, scripted_solution
@@ -70,6 +71,19 @@ def test_a_warm_up_sample_is_what_the_template_renders_with_only_the_policy_s_to
         assert written.endswith(f"{row['answer']}<|im_end|>")
         assert "<tool_response>" not in written
     assert sum(p.numel() for p in build_model(tokenizer).parameters()) < 1_000_000
+
+
+def test_the_quickstart_writes_its_report_and_says_when_nothing_was_learnt(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(quickstart, "warm_up", lambda *args, **kwargs: None)  # the slow part
+    monkeypatch.setattr(quickstart, "build_tasks", lambda: (TRAIN[:300], HELD_OUT[:6]))
+    assert not quickstart.main(quickstart.Arguments(output_dir=str(tmp_path), max_steps=1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {"success_before", "success_after", "seconds", "seed"} <= summary.keys()
+    for name in ("adapter_model.safetensors", "curves.png", "chat_template.jinja"):
+        assert (tmp_path / name).stat().st_size > 0
+    card = (tmp_path / "README.md").read_text()
+    assert "| `find_person` | people |" in card
+    assert "| success |" in card
 
 
 @pytest.mark.slow

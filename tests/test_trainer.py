@@ -10,9 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.families import family_tokenizer
-from helpers.policies import tiny_model
+from helpers.policies import save_tiny_model
 from helpers.sums import ROWS, SERVER, SERVERS, TEMPLATE_KWARGS
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
@@ -75,7 +75,7 @@ def test_it_trains_an_adapter_on_a_real_server(tmp_path: Path, adding_model: str
     with MCPGRPOTrainer(
         adding_model,
         reward,
-        config(tmp_path),
+        config(tmp_path, log_completions=True),
         DATASET,
         servers=SERVERS,
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
@@ -83,6 +83,7 @@ def test_it_trains_an_adapter_on_a_real_server(tmp_path: Path, adding_model: str
         before = {n: p.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
         trainer.train()
         trainer.save_model()
+        trainer.create_model_card(model_name="sums")
     assert len(seen) == 16
     called = [attempt for attempt in seen if attempt.exchanges and attempt.exchanges[0].result.text == "5"]
     assert len(called) > 8
@@ -91,6 +92,10 @@ def test_it_trains_an_adapter_on_a_real_server(tmp_path: Path, adding_model: str
     first = trainer.state.log_history[0]
     assert first["tools/call_frequency"] > 0.5
     assert first["stop/server_failed"] == 0
+    card = (tmp_path / "README.md").read_text()
+    assert "| `add` | sums | Add. |" in card
+    assert str(tmp_path) not in card
+    assert list((tmp_path / "completions").glob("*.parquet"))
     assert sum(value for key, value in first.items() if key.startswith("stop/")) == pytest.approx(1)
 
     base = AutoModelForCausalLM.from_pretrained(adding_model)
@@ -125,8 +130,12 @@ class Ratios(MCPGRPOTrainer):
 def test_the_sampled_tokens_are_trained_on_with_the_sampler_s_log_probabilities(
     tmp_path: Path, adding_model: str
 ) -> None:
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
     settings = config(tmp_path, num_iterations=2, max_steps=2, learning_rate=1e-2)
-    with Ratios(adding_model, exact_answer, settings, DATASET, servers=SERVERS) as trainer:
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2, init_lora_weights=False)
+    with Ratios(adding_model, reward, settings, DATASET, servers=SERVERS, peft_config=lora) as trainer:
         trainer.train()
         trajectories = {t.completion_ids: t for t in trainer._trajectories}
     batch = trainer.inputs[0]
@@ -139,7 +148,7 @@ def test_the_sampled_tokens_are_trained_on_with_the_sampler_s_log_probabilities(
     assert (second - 1).abs().max() > 1e-2  # after it, it is not
 
 
-def _attempt(task: Task, rng: torch.Generator, stop_reason: StopReason = StopReason.ANSWERED) -> Trajectory:
+def made_up(task: Task, rng: torch.Generator, stop_reason: StopReason = StopReason.ANSWERED) -> Trajectory:
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, 200, (count,), generator=rng).tolist())
 
@@ -168,21 +177,16 @@ def _gradients(folder: Path, stops: list[StopReason], seed: int = 0, **settings:
     """Gradients of one step on made-up trajectories that stopped as given; only failed ones differ between calls."""
 
     class Replay(MCPGRPOTrainer):
-        def roll_out(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+        def _attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
             rng, failed_rng = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
-            return [_attempt(t, failed_rng if s.is_failure else rng, s) for t, s in zip(tasks, stops, strict=True)]
+            return [made_up(t, failed_rng if s.is_failure else rng, s) for t, s in zip(tasks, stops, strict=True)]
 
     tokenizer, watch = family_tokenizer("qwen3"), Watch()
-    args = config(
-        folder,
-        per_device_train_batch_size=len(stops),
-        num_generations=len(stops),
-        max_steps=1,
-        max_failed_fraction=0.5,
-        **settings,
-    )
+    sizes = {"per_device_train_batch_size": len(stops), "num_generations": len(stops), "max_steps": 1}
+    args = config(folder, max_failed_fraction=0.5, **{**sizes, **settings})
+    save_tiny_model(folder / "model")  # by path, because the reference is loaded by it
     with Replay(
-        tiny_model(tokenizer),
+        str(folder / "model"),
         _length,
         args,
         DATASET,
@@ -199,10 +203,24 @@ def test_a_trajectory_that_failed_changes_neither_loss_nor_baseline(tmp_path: Pa
     good, failed = StopReason.ANSWERED, StopReason.SERVER_FAILED
     without = _gradients(tmp_path, [good] * 4, loss_type=loss_type)
     with_failed = _gradients(tmp_path, [good, good, failed, good, good], loss_type=loss_type)
-    scale = max(gradient.abs().max().item() for gradient in without.values())
+    _assert_close(with_failed, without)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", *ROW_MEAN_LOSSES])
+def test_a_failed_trajectory_changes_nothing_when_gradients_are_accumulated(tmp_path: Path, loss_type: str) -> None:
+    good, failed = StopReason.ANSWERED, StopReason.SERVER_FAILED
+    settings = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.0}
+    without = _gradients(tmp_path, [good] * 5, **settings)
+    stops = [good, failed, good, good, good, good]
+    with_failed = _gradients(tmp_path, stops, per_device_train_batch_size=3, gradient_accumulation_steps=2, **settings)
+    _assert_close(with_failed, without)
+
+
+def _assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
     assert scale > 0
-    for name, gradient in without.items():
-        assert torch.allclose(with_failed[name], gradient, rtol=0, atol=1e-5 * scale), name
+    for name, gradient in expected.items():
+        assert torch.allclose(ours[name], gradient, rtol=0, atol=1e-5 * scale), name
 
 
 def test_what_a_failed_trajectory_wrote_does_not_matter_at_all(tmp_path: Path) -> None:
@@ -213,8 +231,8 @@ def test_what_a_failed_trajectory_wrote_does_not_matter_at_all(tmp_path: Path) -
 
 def test_a_trajectory_that_failed_before_its_first_token_is_taken(tmp_path: Path, adding_model: str) -> None:
     class Broken(MCPGRPOTrainer):
-        def roll_out(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
-            first, *others = super().roll_out(tasks, **kwargs)
+        def _attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            first, *others = super()._attempt(tasks, **kwargs)
             empty = Trajectory(
                 task=first.task,
                 prompt_ids=first.prompt_ids,
@@ -256,22 +274,41 @@ def test_it_evaluates_on_held_out_tasks_while_it_trains(tmp_path: Path, adding_m
     assert evaluations[0]["eval_tools/call_frequency"] > 0
 
 
-def test_a_run_continues_from_its_checkpoint(tmp_path: Path, adding_model: str) -> None:
-    def run(folder: Path, steps: int, resume: bool) -> MCPGRPOTrainer:
-        settings = config(folder, max_steps=steps, save_strategy="steps", save_steps=1, learning_rate=1e-2)
-        lora = LoraConfig(r=4, target_modules="all-linear")
+class Start(TrainerCallback):
+    """Keeps the weights a run starts with."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("wrapped", "beta"), [(False, 0.0), (True, 0.1)], ids=["peft_config", "peft model with KL"])
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path, adding_model: str, wrapped: bool, beta: float) -> None:
+    def run(folder: Path, steps: int, resume: bool, callback: Any = None) -> MCPGRPOTrainer:
+        settings = config(folder, max_steps=steps, save_strategy="steps", save_steps=1, learning_rate=1e-2, beta=beta)
+        lora, model = LoraConfig(r=4, target_modules="all-linear"), adding_model
+        if wrapped:
+            model, lora = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora), None
         with MCPGRPOTrainer(
-            adding_model, exact_answer, settings, DATASET, servers=SERVERS, peft_config=lora
+            model,
+            exact_answer,
+            settings,
+            DATASET,
+            servers=SERVERS,
+            peft_config=lora,
+            processing_class=AutoTokenizer.from_pretrained(adding_model),
+            callbacks=[callback] if callback else None,
         ) as trainer:
             trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    first = run(tmp_path, 1, resume=False)
-    continued = run(tmp_path, 2, resume=True)
+    first, start = run(tmp_path, 1, resume=False), Start()
+    continued = run(tmp_path, 2, resume=True, callback=start)
     assert continued.state.global_step == 2
     assert [entry["step"] for entry in continued.state.log_history if "reward" in entry] == [1, 2]
-    for entry, expected in zip(continued.state.log_history, first.state.log_history[:1], strict=False):
-        assert entry["reward"] == expected["reward"]
+    trained = {n: p for n, p in first.model.named_parameters() if "lora_B" in n}
+    assert any(parameter.abs().max() > 0 for parameter in trained.values())
+    for name, parameter in trained.items():
+        assert torch.equal(start.weights[name], parameter)
 
 
 def test_rolling_out_alone_does_not_train(tmp_path: Path, adding_model: str) -> None:
@@ -279,6 +316,24 @@ def test_rolling_out_alone_does_not_train(tmp_path: Path, adding_model: str) -> 
         trajectories = trainer.roll_out(DATASET.select(range(2)), num_generations=3, temperature=0)
     assert [t.task.task_id for t in trajectories] == ["sum-0"] * 3 + ["sum-1"] * 3
     assert len({t.completion_ids for t in trajectories}) == 1  # the same question at temperature 0
+
+
+def test_a_bad_row_of_a_stream_is_refused_when_it_comes(tmp_path: Path, adding_model: str) -> None:
+    rows = Dataset.from_list([{**ROWS[0], "tools": None}, {**ROWS[1], "tools": ["ad"]}]).to_iterable_dataset()
+    settings = config(tmp_path, shuffle_dataset=False, accelerator_config={"dispatch_batches": False})
+    with MCPGRPOTrainer(adding_model, exact_answer, settings, rows, servers=SERVERS) as trainer:
+        with pytest.raises(CatalogError, match="'ad'"):
+            trainer.train()
+        assert trainer.state.global_step == 1
+
+
+def test_a_reward_for_answers_needs_answers(tmp_path: Path, adding_model: str) -> None:
+    rows = Dataset.from_list([{k: v for k, v in row.items() if k != "answer"} for row in ROWS])
+    with (
+        MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), rows, servers=SERVERS) as trainer,
+        pytest.raises(TaskFormatError, match="no `answer`"),
+    ):
+        trainer.train()
 
 
 def test_a_batch_that_mixes_tasks_in_a_group_is_refused(tmp_path: Path, adding_model: str) -> None:
@@ -343,6 +398,8 @@ def test_a_server_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         ({"temperature": 0.0}, ["`temperature`"]),
         ({"remove_unused_columns": True}, ["`remove_unused_columns=True`"]),
         ({"use_vllm": True}, ["use_vllm=False"]),
+        ({"ds3_gather_for_generation": False}, ["`ds3_gather_for_generation`"]),
+        ({"steps_per_generation": 3}, ["`steps_per_generation` (3)", "whole groups"]),
     ],
 )
 def test_settings_that_would_train_wrongly_are_refused(tmp_path: Path, settings: dict, words: list[str]) -> None:

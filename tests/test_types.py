@@ -1,6 +1,7 @@
 """A trajectory whose ids, masks and log-probabilities differ in length cannot be built."""
 
 import dataclasses
+import pickle
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,11 @@ def test_values_cannot_be_edited() -> None:
     for value, name in [(made, "segments"), (made.segments[0], "token_ids"), (TASK, "prompt")]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, name, ())
+
+
+def test_a_trajectory_can_be_sent_to_another_process() -> None:
+    made = trajectory((Segment(token_ids=(1, 2), logprobs=(-1.0, -2.0)),))
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 def test_only_faults_that_are_ours_fail_a_trajectory() -> None:

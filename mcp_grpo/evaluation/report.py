@@ -22,7 +22,7 @@ class Evaluation:
         success_by_difficulty (`dict[str, float]`):
             The same, for each `difficulty` that the tasks name.
         valid_calls (`float`):
-            Share of tool calls that could be made.
+            Share of tool calls that could be made; 0 if there were none.
         calls (`float`):
             Tool calls per trajectory.
         turns (`float`):
@@ -73,15 +73,38 @@ def evaluate(trajectories: Sequence[Trajectory], is_success: Callable[[Trajector
     )
 
 
-def comparison_table(before: Evaluation, after: Evaluation, title: str = "Before and after") -> Table:
+def comparison_rows(before: Evaluation, after: Evaluation) -> list[tuple[str, float, float]]:
     """
-    Two evaluations side by side.
+    Two evaluations of the same tasks, figure by figure.
 
     Args:
         before ([`Evaluation`]):
             The policy before training.
         after ([`Evaluation`]):
-            The policy after training, on the same tasks.
+            The policy after training.
+
+    Returns:
+        `list[tuple[str, float, float]]`: What it is, before, after.
+    """
+    labels = sorted(before.success_by_difficulty.keys() & after.success_by_difficulty.keys())
+    return [
+        ("success", before.success, after.success),
+        *((f"  {label}", before.success_by_difficulty[label], after.success_by_difficulty[label]) for label in labels),
+        ("valid tool calls", before.valid_calls, after.valid_calls),
+        ("tool calls per task", before.calls, after.calls),
+        ("turns per task", before.turns, after.turns),
+    ]
+
+
+def comparison_table(before: Evaluation, after: Evaluation, title: str = "Before and after") -> Table:
+    """
+    Two evaluations of the same tasks, side by side.
+
+    Args:
+        before ([`Evaluation`]):
+            The policy before training.
+        after ([`Evaluation`]):
+            The policy after training.
         title (`str`, *optional*, defaults to `"Before and after"`):
             Heading.
 
@@ -92,17 +115,6 @@ def comparison_table(before: Evaluation, after: Evaluation, title: str = "Before
     table.add_column("")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
-    rows = [("success", before.success, after.success)]
-    rows += [
-        (f"  {name}", before.success_by_difficulty[name], after.success_by_difficulty[name])
-        for name in before.success_by_difficulty.keys() & after.success_by_difficulty.keys()
-    ]
-    rows[1:] = sorted(rows[1:])
-    rows += [
-        ("valid tool calls", before.valid_calls, after.valid_calls),
-        ("tool calls per task", before.calls, after.calls),
-        ("turns per task", before.turns, after.turns),
-    ]
-    for name, first, second in rows:
+    for name, first, second in comparison_rows(before, after):
         table.add_row(name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}")
     return table

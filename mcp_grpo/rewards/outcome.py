@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.types import Trajectory
 
 
@@ -32,6 +33,11 @@ def is_answered(trajectory: Trajectory) -> bool:
     Returns:
         `bool`: Whether it is.
     """
+    if trajectory.task.answer is None:
+        raise TaskFormatError(
+            f"Task {trajectory.task.task_id!r} has no `answer` to compare with. Give every task one, or use a reward "
+            "function that does not need it."
+        )
     answer = trajectory.answer
     return answer is not None and answer.strip().casefold() == str(trajectory.task.answer).strip().casefold()
 

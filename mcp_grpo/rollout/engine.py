@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class RolloutEngine:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="mcp-grpo"))
             self._pool = stack.enter_context(self._portal.wrap_async_context_manager(ToolPool(servers)))
+            self._rollouts: list[Future[None]] = []
+            stack.callback(_cancel, self._rollouts)  # first of all: they may wait for a generator nobody serves
             # `close` must not hold the engine, or it would never be collected.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
 
@@ -54,10 +57,11 @@ class RolloutEngine:
         limits: Limits,
         temperature: float = 1.0,
         seed: int = 0,
+        max_concurrent: int | None = None,
         on_done: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """
-        Attempt tasks, all at the same time.
+        Attempt many tasks at the same time.
 
         Args:
             tasks (`Sequence[Task]`):
@@ -72,6 +76,8 @@ class RolloutEngine:
                 Temperature of sampling.
             seed (`int`, *optional*, defaults to `0`):
                 Seed of all of them; each gets its own.
+            max_concurrent (`int`, *optional*):
+                How many may be under way at a time; all of them, if not given.
             on_done (`Callable[[Trajectory], None]`, *optional*):
                 Called on the engine's thread as each trajectory ends.
 
@@ -79,17 +85,19 @@ class RolloutEngine:
             `list[Trajectory]`: One per task, in their order.
         """
         trajectories: list[Trajectory | None] = [None] * len(tasks)
+        under_way = anyio.CapacityLimiter(max_concurrent or max(1, len(tasks)))
 
         async def attempt(index: int) -> None:
-            trajectory = await roll_out(
-                tasks[index],
-                pool=self._pool,
-                renderer=renderer,
-                generator=generator,
-                limits=limits,
-                temperature=temperature,
-                seed=derived_seed(seed, index),
-            )
+            async with under_way:
+                trajectory = await roll_out(
+                    tasks[index],
+                    pool=self._pool,
+                    renderer=renderer,
+                    generator=generator,
+                    limits=limits,
+                    temperature=temperature,
+                    seed=derived_seed(seed, index),
+                )
             trajectories[index] = trajectory
             if on_done is not None:
                 on_done(trajectory)
@@ -102,11 +110,17 @@ class RolloutEngine:
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
 
-        future = self._portal.start_task_soon(attempt_all, name="rollout")
         try:
+            future = self._portal.start_task_soon(attempt_all, name="rollout")
+            self._rollouts.append(future)
             generator.serve(until=future)
             future.result()
         finally:
             # After Ctrl-C or an error in the generator the trajectories are still waiting for it.
-            future.cancel()
+            _cancel(self._rollouts)
         return [trajectory for trajectory in trajectories if trajectory is not None]
+
+
+def _cancel(futures: list[Future[None]]) -> None:
+    while futures:
+        futures.pop().cancel()

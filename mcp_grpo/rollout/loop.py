@@ -14,6 +14,10 @@ from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 
+# More than any tokenizer puts into one token of ordinary text.
+_MAX_CHARACTERS_PER_TOKEN = 32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """
@@ -103,6 +107,7 @@ class _Attempt:
         self._seed = seed
         self._prompt_ids: tuple[int, ...] = ()
         self._history: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] = ()
         self._segments: list[Segment] = []
         self._messages: list[Message] = []
         self._exchanges: list[Exchange] = []
@@ -157,7 +162,13 @@ class _Attempt:
         sampling = Sampling(
             max_tokens=self._room(), temperature=self._temperature, seed=derived_seed(self._seed, turn)
         )
+        if self._history[: len(self._seen)] != self._seen:
+            raise RolloutError(
+                f"The prompt of turn {turn} does not begin with what the policy saw and sampled before (task "
+                f"{self.task.task_id!r}). This is a bug in mcp_grpo: please report it with the model's name."
+            )
         generation = await self._generator.generate(self._history, sampling)
+        self._seen = self._history + generation.token_ids
         parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
         self._append(Segment(token_ids=generation.token_ids, logprobs=generation.logprobs))
         self._messages.append(parsed.message)
@@ -179,11 +190,17 @@ class _Attempt:
             {"role": "tool", "name": "unknown" if e.result.kind in unnamed else e.call.name, "content": e.result.text}
             for e in exchanges
         ]
-        suffix = self._renderer.suffix_ids(messages)
-        if self._context_room() <= len(suffix):
-            self.error = f"Tool results of {len(suffix)} tokens do not fit into the model's context."
+        # What is far too long is not tokenised to find that out: it would hold up every other trajectory.
+        num_characters = sum(len(exchange.result.text) for exchange in exchanges)
+        if num_characters > _MAX_CHARACTERS_PER_TOKEN * self._room():
+            suffix, length = (), num_characters // _MAX_CHARACTERS_PER_TOKEN
+        else:
+            suffix = self._renderer.suffix_ids(messages)
+            length = len(suffix)
+        if self._context_room() <= length:
+            self.error = f"Tool results of {num_characters} characters do not fit into the model's context."
             return StopReason.CONTEXT_FULL
-        if self._room() <= len(suffix):
+        if self._room() <= length:
             return StopReason.MAX_TOKENS
         self._append(Segment(token_ids=suffix))
         self._messages += messages

@@ -1,5 +1,6 @@
 """Messages to tokens and back, by the model's own chat template."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,26 @@ class Renderer:
         text = self._render(messages, tools=tools, add_generation_prompt=True)
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Refuse tools whose names, descriptions or schemas would put control tokens into the prompt.
+
+        Args:
+            tools (`Sequence[Mapping[str, Any]]`):
+                Schemas of the tools.
+
+        Raises:
+            [`TemplateError`]: If there is one; the message names it and the control token.
+        """
+        for tool in tools:
+            found = self._control.search(json.dumps(tool, ensure_ascii=False)) if self._control else None
+            if found:
+                raise TemplateError(
+                    f"The tool {tool['function']['name']!r} describes itself with {found[1]!r}, which is a control token of "
+                    "this model: its server could speak for the system or the user. Leave the tool out with "
+                    "`allowed_tools`, or have its description changed."
+                )
+
     def suffix_ids(self, tool_messages: Sequence[Message]) -> tuple[int, ...]:
         """
         Tokens that follow an assistant turn: its tool results and the opening of the next turn.
@@ -128,6 +149,8 @@ class Renderer:
         Returns:
             `tuple[int, ...]`: The tokens.
         """
+        # A lone surrogate, which JSON can carry but no text can, would stop the tokenizer.
+        tool_messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in tool_messages]
         frames = self._frames(tool_messages)
         contents = [self._rendered_content(tool_messages, frames, i) for i in range(len(tool_messages))]
         text, spans = frames[0], []
@@ -157,12 +180,18 @@ class Renderer:
         """
         history, sampled = list(history_ids), list(sampled_ids)
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
-        message = parse_response(self.tokenizer, sampled, prefix=history, tools=offered)
+        try:
+            message = parse_response(self.tokenizer, sampled, prefix=history, tools=offered)
+        except RecursionError:
+            text = self.tokenizer.decode(sampled, skip_special_tokens=True)
+            return ParsedTurn(
+                message={"role": "assistant", "content": text}, calls=(), malformed="it is nested too deeply"
+            )
         calls, malformed = [], None
         for tool_call in message.get("tool_calls") or ():
             function = tool_call.get("function", tool_call)
             if not isinstance(function["arguments"], Mapping):
-                malformed = f"the arguments of `{function['name']}` are not an object"
+                malformed = "the arguments are not an object"
                 break
             calls.append(ToolCall(name=function["name"], arguments=function["arguments"]))
         if not message.get("tool_calls"):
@@ -171,7 +200,8 @@ class Renderer:
 
     def _why_malformed(self, sampled: list[int], history: list[int], tools: list[dict] | None) -> str | None:
         # TRL's parser falls back to plain text when a tool call cannot be read, without saying so. The parser beneath
-        # it does say so: by an error, or by calls that TRL then found to lack a name.
+        # it does say so: by an error, or by calls that TRL then found to lack a name. Where a family writes calls as
+        # bare JSON (Llama), one that breaks off early cannot be told from text, and is an answer.
         try:
             parsed = self.tokenizer.parse_response(sampled, prefix=history, tools=tools)
         except (ValueError, TypeError) as error:

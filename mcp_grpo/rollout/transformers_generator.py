@@ -137,6 +137,8 @@ class TransformersGenerator:
                     pad_token_id=self._pad_token_id,
                     disable_compile=True,
                 ),
+                # Processes generate as often as their trajectories need; none waits for the others.
+                synced_gpus=False,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([_Budgets(width, budgets)]),
             )

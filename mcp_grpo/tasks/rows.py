@@ -1,7 +1,6 @@
 """Dataset rows as tasks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
@@ -50,7 +49,7 @@ def task_from_row(row: Mapping[str, Any]) -> Task:
         max_turns=_max_turns(row.get("max_turns")),
         difficulty=row.get("difficulty"),
         answer=row.get("answer"),
-        metadata=MappingProxyType({key: value for key, value in row.items() if key not in known}),
+        metadata={key: value for key, value in row.items() if key not in known},
     )
 
 

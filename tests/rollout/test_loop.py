@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 TOKENIZER = family_tokenizer("qwen3")
 RENDERER = Renderer(TOKENIZER, end_of_turn_ids=end_of_turn_ids("qwen3", TOKENIZER))
 TASK = Task(task_id="sum", prompt=({"role": "user", "content": "What is 2 + 3?"},), answer="5")
-LIMITS = Limits(max_turns=4, max_completion_length=4000)
+LIMITS = Limits(max_turns=4, max_completion_length=8000)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -130,7 +130,17 @@ async def test_control_tokens_from_a_tool_do_not_reach_the_policy_as_control_tok
         (said(call("add", a="two", b=3)), ResultKind.INVALID_ARGUMENTS),
         (said('<tool_call>\n{"name": "add", "arguments": {"a": 2,\n</tool_call>'), ResultKind.MALFORMED_CALL),
         (said(call("refuse")), ResultKind.TOOL_ERROR),
+        (said('<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'), ResultKind.UNKNOWN_TOOL),
+        (
+            said('<tool_call>\n{"name": "echo", "arguments": {"text": "\\ud800"}}\n</tool_call>'),
+            ResultKind.INVALID_ARGUMENTS,
+        ),
+        (
+            said('<tool_call>\n{"name": "echo", "arguments": ' + "[" * 3000 + "\n</tool_call>"),
+            ResultKind.MALFORMED_CALL,
+        ),
     ],
+    ids=["unknown tool", "invalid", "malformed", "tool error", "odd name", "odd text", "nested"],
 )
 async def test_a_call_that_fails_is_an_observation_the_policy_can_recover_from(
     pool: ToolPool, turn: str, kind: ResultKind
@@ -140,7 +150,7 @@ async def test_a_call_that_fails_is_an_observation_the_policy_can_recover_from(
     assert trajectory.stop_reason is StopReason.ANSWERED
     assert not trajectory.is_failed
     written = TOKENIZER.decode([i for s in trajectory.segments if not s.sampled for i in s.token_ids])
-    assert trajectory.exchanges[0].result.text in written
+    assert trajectory.exchanges[0].result.text.encode("utf-8", "replace").decode() in written
 
 
 async def test_calls_of_one_turn_are_answered_in_order(pool: ToolPool) -> None:
@@ -186,11 +196,12 @@ async def test_a_tool_result_beyond_the_token_budget_ends_the_trajectory_at_the_
     assert len(trajectory.completion_ids) <= limits.max_completion_length
 
 
-async def test_a_tool_result_beyond_the_model_s_context_is_not_the_policy_s_fault(pool: ToolPool) -> None:
+@pytest.mark.parametrize("word", ["long ", "very " * 500], ids=["by a little", "by far"])
+async def test_a_tool_result_beyond_the_model_s_context_is_not_the_policy_s_fault(pool: ToolPool, word: str) -> None:
     prompt_length = len(RENDERER.prompt_ids(TASK.prompt, [tool.schema for tool in pool.catalog.tools]))
-    turn = said(call("echo", text="long " * 50))
+    turn = said(call("echo", text=word * 50))
     context = prompt_length + len(TOKENIZER(turn)["input_ids"]) + 100
-    limits = Limits(max_turns=4, max_completion_length=100_000, max_context=context)
+    limits = Limits(max_turns=4, max_completion_length=1_000_000, max_context=context)
     trajectory = await play(pool, turn, ANSWER, limits=limits)
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
     assert trajectory.is_failed

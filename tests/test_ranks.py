@@ -1,0 +1,46 @@
+"""Several processes: a group may span them, figures are theirs together, and one that fails does not hang the others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SCRIPT = Path(__file__).parent / "servers" / "train_ranks.py"
+
+
+def launch(folder: Path, model: str, dying_rank: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.run(
+        [*command, str(SCRIPT), model, str(folder), dying_rank],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_two_processes_train_one_policy_on_groups_that_span_them(tmp_path: Path, adding_model: str) -> None:
+    finished = launch(tmp_path, adding_model, dying_rank="none")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    assert len(set(first["tasks"] + second["tasks"])) == 1  # a group of eight, four on each
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert len(history) == 2
+    assert history[0]["tools/call_frequency"] > 0.5
+    for step, entry in enumerate(history):
+        rewards = first["rewards"][step] + second["rewards"][step]
+        assert len(rewards) == 8
+        assert entry["reward"] == pytest.approx(sum(rewards) / 8)
+
+
+def test_a_process_whose_server_breaks_stops_all_with_the_reason(tmp_path: Path, adding_model: str) -> None:
+    finished = launch(tmp_path, adding_model, dying_rank="1")
+    assert finished.returncode != 0
+    assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
+    assert "ended the connection during the call" in finished.stderr
