@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from datasets import Dataset
 from transformers import PretrainedConfig, ProcessorMixin
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
@@ -90,13 +91,15 @@ class MCPGRPOConfig(GRPOConfig):
         )
 
 
-def check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
+def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) -> None:
     """
     Refuse, before anything is started, what would not train correctly on MCP servers.
 
     Args:
         args (`MCPGRPOConfig`):
             The trainer's configuration.
+        train_dataset (`Dataset` or `IterableDataset`):
+            Its tasks.
         kwargs (`Mapping[str, Any]`):
             Its other arguments.
 
@@ -119,6 +122,13 @@ def check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
     for is_refused, message in _refusals(args, kwargs):
         if is_refused:
             raise SettingsError(message)
+    num_tasks = cast("int", args.generation_batch_size) // cast("int", args.num_generations)
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < num_tasks:
+        raise SettingsError(
+            f"A batch holds {num_tasks} tasks (`generation_batch_size` {args.generation_batch_size} / `num_generations` "
+            f"{args.num_generations}), but the dataset has only {len(train_dataset)}: not one batch could be made, and "
+            "training would end at once. Add tasks, lower `per_device_train_batch_size`, or raise `num_generations`."
+        )
 
 
 def _refusals(args: MCPGRPOConfig, kwargs: Mapping[str, Any]) -> list[tuple[bool | int | None, str]]:

@@ -103,7 +103,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         if servers is None:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
-        check_arguments(args, kwargs)
+        check_arguments(args, train_dataset, kwargs)
         held_out = kwargs.get("eval_dataset")
         datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
         tasks = [task for rows in datasets if isinstance(rows, Dataset) for task in tasks_from_rows(rows)]

@@ -125,9 +125,9 @@ def main(arguments: Arguments) -> bool:
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     panels = {
-        "Success": ["rewards/exact_answer/mean"],
-        "Valid tool calls": ["tools/valid_rate"],
-        "Policy": ["entropy", "grad_norm"],
+        "Success": ["rewards/exact_answer/mean", "tools/valid_rate"],
+        "Entropy": ["entropy"],
+        "Gradient norm": ["grad_norm"],
     }
     plot_curves(trainer.state.log_history, panels, output_dir / "curves.png")
     with (output_dir / "README.md").open("a") as card:

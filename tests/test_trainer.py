@@ -406,6 +406,11 @@ def test_settings_that_would_train_wrongly_are_refused(tmp_path: Path, settings:
     refuse(SettingsError, *words, args=config(tmp_path, **settings))
 
 
+def test_a_dataset_too_small_for_one_batch_is_refused(tmp_path: Path) -> None:
+    args = config(tmp_path, per_device_train_batch_size=40)
+    refuse(SettingsError, "5 tasks", "only 4", "per_device_train_batch_size", args=args)
+
+
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
 def test_a_second_source_of_tools_is_refused(tmp_path: Path, name: str) -> None:
     source: Callable = lambda *args: None  # noqa: E731
