@@ -1,5 +1,6 @@
 """Training on real servers: what is trained on, what is left out, and what is refused before it starts."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,32 @@ def made_up(task: Task, rng: torch.Generator, stop_reason: StopReason = StopReas
         stop_reason=stop_reason,
         error="the server broke" if stop_reason.is_failure else None,
     )
+
+
+def test_old_log_probabilities_are_those_recorded_whatever_the_policy_would_say_now(
+    tmp_path: Path, adding_model: str
+) -> None:
+    class Replay(Ratios):
+        def _attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            rng = torch.Generator().manual_seed(0)
+            return [made_up(task, rng) for task in tasks]
+
+    settings = config(tmp_path, max_steps=1, num_iterations=2)  # with which TRL computes its own
+    with Replay(adding_model, _length, settings, DATASET, servers=SERVERS) as trainer:
+        trainer.train()
+    (inputs,) = trainer.inputs
+    recorded = torch.tensor([-1.0] * 5 + [0.0] * 7 + [-2.0] * 3)
+    assert torch.equal(inputs["old_per_token_logps"], recorded.expand(8, -1))
+    assert torch.equal(inputs["tool_mask"], (recorded != 0).long().expand(8, -1))
+
+
+def test_it_works_inside_a_running_event_loop_as_notebooks_have_one(tmp_path: Path, adding_model: str) -> None:
+    async def cell() -> list[Trajectory]:
+        with MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), DATASET, servers=SERVERS) as trainer:
+            return trainer.roll_out(DATASET.select([0]))
+
+    (trajectory,) = asyncio.run(cell())
+    assert trajectory.num_turns > 0
 
 
 def _length(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
