@@ -120,6 +120,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             )
             self._renderer.check_tools([tool.schema for tool in self._engine.catalog.tools])
             self._limits = args.limits(self.model.config)
+            self._engine.check_prompts(tasks, self._renderer, self._limits)
             # The sampler has none, so that with dropout every ratio would be off before the first step.
             disable_dropout_in_model(self.model)
         except BaseException:

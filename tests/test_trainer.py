@@ -410,6 +410,13 @@ def test_a_server_that_cannot_start_is_shown_with_its_words(tmp_path: Path) -> N
     refuse(ToolServerError, "'sums'", "no licence", "7", "-c", servers=servers, args=config(tmp_path))
 
 
+def test_tools_that_fill_the_model_s_context_are_refused_with_their_number_of_tokens(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=256)
+    with pytest.raises(CatalogError, match=r"has \d+ tokens, \d+ of them for its 1 tools, .* holds 256"):
+        MCPGRPOTrainer(model, exact_answer, config(tmp_path), DATASET, servers=SERVERS)
+    assert not psutil.Process().children(recursive=True)
+
+
 def test_a_server_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     refuse(ServerConfigError, "nowhere.json", servers=tmp_path / "nowhere.json", args=config(tmp_path))
 

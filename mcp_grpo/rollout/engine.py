@@ -1,7 +1,7 @@
 """Many trajectories at once, each its own coroutine, driven from synchronous code."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 from anyio.from_thread import start_blocking_portal
 
+from mcp_grpo.errors import CatalogError
 from mcp_grpo.rollout.generator import Generator
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.renderer import Renderer
@@ -47,6 +48,33 @@ class RolloutEngine:
     def close(self) -> None:
         """End every server. Safe to call more than once."""
         self._finalizer()
+
+    def check_prompts(self, tasks: Iterable[Task], renderer: Renderer, limits: Limits) -> None:
+        """
+        Refuse tools that leave no room in the model's context. One task of each set of tools is looked at.
+
+        Args:
+            tasks (`Iterable[Task]`):
+                The tasks, of tools that exist.
+            renderer (`Renderer`):
+                Messages to tokens.
+            limits (`Limits`):
+                With the size of the context.
+
+        Raises:
+            [`CatalogError`]: If the prompt of a task fills the context; the message has its number of tokens.
+        """
+        sets = {tuple(tool.name for tool in self.catalog.tools_for(task)): task for task in tasks}
+        for names, task in sets.items():
+            schemas = [tool.schema for tool in self.catalog.tools_for(task)]
+            length = len(renderer.prompt_ids(task.prompt, schemas))
+            if limits.max_context is not None and length >= limits.max_context:
+                without = len(renderer.prompt_ids(task.prompt, []))
+                raise CatalogError(
+                    f"The prompt of task {task.task_id!r} has {length} tokens, {length - without} of them for its "
+                    f"{len(names)} tools, but the model's context holds {limits.max_context}. Allow fewer tools: by "
+                    "`allowed_tools` of a server, or by the column `tools` of the tasks."
+                )
 
     def roll_out(
         self,

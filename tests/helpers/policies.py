@@ -35,10 +35,10 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, **settings: An
     return Qwen3ForCausalLM(config).eval()
 
 
-def save_tiny_model(folder: Path) -> str:
+def save_tiny_model(folder: Path, **settings: Any) -> str:
     """Write a tiny model and its tokenizer where `from_pretrained` finds them."""
     tokenizer = family_tokenizer("qwen3")
-    tiny_model(tokenizer).save_pretrained(folder)
+    tiny_model(tokenizer, **settings).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
