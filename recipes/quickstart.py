@@ -64,7 +64,7 @@ class Arguments:
 
     seed: int = field(default=0, metadata={"help": "Seed of the model, the warm-up and the training."})
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Where the adapter and the report go."})
-    max_steps: int = field(default=50, metadata={"help": "Optimizer steps of GRPO."})
+    max_steps: int = field(default=60, metadata={"help": "Optimizer steps of GRPO."})
 
 
 def main(arguments: Arguments) -> bool:
@@ -108,10 +108,10 @@ def main(arguments: Arguments) -> bool:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgress(success="exact_answer"))
         held_out = Dataset.from_list(held_out_rows)
-        before = evaluate(trainer.roll_out(held_out))
+        before = evaluate(trainer.roll_out(held_out, num_generations=2))
         print(f"Held-out tasks solved before training: {before.success:.0%}")
         trainer.train()
-        after = evaluate(trainer.roll_out(held_out))
+        after = evaluate(trainer.roll_out(held_out, num_generations=2))
         trainer.save_model()
         trainer.create_model_card(model_name="quickstart")
 
@@ -145,7 +145,7 @@ def main(arguments: Arguments) -> bool:
 def results(before: Evaluation, after: Evaluation, seed: int) -> str:
     """What the model card says about the outcome."""
     rows = [f"| {name} | {first:.2f} | {second:.2f} |" for name, first, second in comparison_rows(before, after)]
-    heading = f"## Results\n\nOn {before.num_trajectories} held-out tasks, with seed {seed}:\n\n"
+    heading = f"## Results\n\nIn {before.num_trajectories} attempts at held-out tasks, with seed {seed}:\n\n"
     return "\n" + heading + "\n".join(["| | before | after |", "|---|---|---|", *rows, "", "![](curves.png)", ""])
 
 
