@@ -13,7 +13,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
 from mcp_grpo.config import MCPGRPOConfig, check_arguments
-from mcp_grpo.errors import SettingsError
+from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import Ratio, check_failures, check_groups, trajectory_metrics
 from mcp_grpo.monitor import rewrite_card
 from mcp_grpo.rollout import Renderer, RolloutEngine, TransformersGenerator, derived_seed
@@ -244,7 +244,12 @@ class MCPGRPOTrainer(GRPOTrainer):
         failed = metrics["rollout/failed_fraction"]
         # Gathered, so that every rank stops, and for the same reasons.
         reasons = gather_object([f"{t.stop_reason}: {t.error or ''}" for t in self._trajectories if t.is_failed])
-        check_failures(reasons, failed, self.args.max_failed_fraction)
+        try:
+            check_failures(reasons, failed, self.args.max_failed_fraction)
+        except RolloutError:
+            if mode == "train" and self.state.global_step and self.args.save_strategy != "no":
+                self._save_checkpoint(self.model, trial=None)  # to go on from once the servers are mended
+            raise
         if failed and self.loss_type in ROW_MEAN_LOSSES:
             batch["row_scale"] = torch.tensor(1 / (1 - failed) if failed < 1 else 0.0, device=self.accelerator.device)
         return batch
@@ -282,9 +287,10 @@ class MCPGRPOTrainer(GRPOTrainer):
             super()._save(output_dir, state_dict)
         finally:
             self._tokenizer.chat_template = stock
-        # The reference is made anew from the adapter one starts with. Saved beside it, it is all that a resumed run
-        # would load: the policy would silently start from zero.
-        shutil.rmtree(Path(cast("str", output_dir or self.args.output_dir), "ref"), ignore_errors=True)
+        if "ref" in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {}):
+            # The reference is made anew from the adapter one starts with. Saved beside it, it is all that a resumed
+            # run would load: the policy would silently start from zero.
+            shutil.rmtree(Path(cast("str", output_dir or self.args.output_dir), "ref"), ignore_errors=True)
 
     def _reduce(self, ratios: dict[str, Ratio]) -> dict[str, float]:
         """Ratios added up over all ranks, then divided."""

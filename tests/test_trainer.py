@@ -288,6 +288,22 @@ def test_a_run_whose_servers_break_stops_and_says_what_broke(tmp_path: Path, add
     assert "max_failed_fraction" in message
 
 
+def test_what_was_learnt_is_saved_when_servers_break_later(tmp_path: Path, adding_model: str) -> None:
+    class Breaking(MCPGRPOTrainer):
+        def _attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            stop_reason = StopReason.SERVER_FAILED if self.state.global_step else StopReason.ANSWERED
+            rng = torch.Generator().manual_seed(0)
+            return [made_up(task, rng, stop_reason) for task in tasks]
+
+    settings = config(tmp_path, save_strategy="steps", save_steps=100)
+    with (
+        Breaking(adding_model, _length, settings, DATASET, servers=SERVERS) as trainer,
+        pytest.raises(RolloutError, match="the server broke"),
+    ):
+        trainer.train()
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
 def test_it_evaluates_on_held_out_tasks_while_it_trains(tmp_path: Path, adding_model: str) -> None:
     settings = config(
         tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2
