@@ -136,7 +136,7 @@ def warm_up(
 
     model.train()
     _learn("Learning to copy", repetition, optimizer, ramp, max_steps=600, target_loss=0.05)
-    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=0.008)
+    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=0.004)
     optimizer.param_groups[0]["lr"] = learning_rate / 3
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_noisy_steps)
     _learn("Blurring choices", lambda: solutions(noise), optimizer, decay, max_steps=num_noisy_steps)
