@@ -127,6 +127,12 @@ class ToolResult:
             Name of the server that answered.
         seconds (`float`, *optional*, defaults to `0.0`):
             How long the server took. Waiting in a queue does not count.
+        num_attempts (`int`, *optional*, defaults to `1`):
+            How often the call was sent. More than once only where that does no harm.
+        repairs (`tuple[str, ...]`, *optional*):
+            What was changed in the arguments before the call, in words. The policy reads them too.
+        num_cut (`int`, *optional*, defaults to `0`):
+            How many characters were cut out of the text, because it was over the budget for one result.
     """
 
     text: str
@@ -134,6 +140,9 @@ class ToolResult:
     structured: Any = None
     server: str | None = None
     seconds: float = 0.0
+    num_attempts: int = 1
+    repairs: tuple[str, ...] = ()
+    num_cut: int = 0
 
     @property
     def is_error(self) -> bool:

@@ -15,8 +15,10 @@ from mcp_grpo.errors import ServerConfigError
 
 
 TransportKind = Literal["stdio", "http", "in_process"]
+Isolation = Literal["shared", "exclusive", "meta"]
 Protocol = Literal["auto", "legacy"]
 
+DEFAULT_LEASES = 8
 MIN_SECRET_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
 
 
@@ -48,14 +50,42 @@ class ServerConfig:
         server (`MCPServer` or `Server`, *optional*):
             The object of an in-process server. Its tools should be `async`: a plain function runs in a thread that
             nothing can interrupt, so a call returns at its deadline, but closing the pool waits for the thread.
+        isolation (`str`, *optional*, defaults to `"shared"`):
+            What trajectories share. `"shared"`: any call goes to the least loaded session; for tools that keep no state.
+            `"exclusive"`: a trajectory has a session (for stdio, a process) to itself, which is then recycled. `"meta"`:
+            sessions are shared, and every call carries the trajectory's id in `_meta` under
+            `"mcp_grpo/trajectory_id"`; for servers that keep state by that id.
+        pool_size (`int`, *optional*):
+            How many sessions there are; with `"exclusive"`, how many trajectories may have one at a time. Defaults to 1,
+            and to 8 with `"exclusive"`.
+        spares (`int`, *optional*, defaults to `2`):
+            With `"exclusive"`, how many sessions more are kept ready, so that the next trajectory need not wait for one to
+            start.
+        reset_tool (`str`, *optional*):
+            A tool that makes the server forget the trajectory, called without arguments when it ends. With `"exclusive"`
+            the session then serves the next one, instead of being ended. The policy is not offered it.
         call_timeout (`float`, *optional*, defaults to `30.0`):
             Deadline of one tool call, in seconds. Waiting for one of the `max_inflight` places does not count.
         connect_timeout (`float`, *optional*, defaults to `60.0`):
             Deadline for starting the server and listing its tools, in seconds.
         max_inflight (`int`, *optional*, defaults to `8`):
-            How many calls the server is given at a time.
+            How many calls each session is given at a time.
+        retries (`int`, *optional*, defaults to `2`):
+            How often a call that a server failed is sent again, within the same deadline. Only a call that does no harm
+            twice is: of a tool that says so itself (`readOnlyHint`, `idempotentHint`), or of one in `idempotent_tools`.
+        idempotent_tools (`tuple[str, ...]`, *optional*):
+            Tools that may be called twice, by their names on the server, beside those that say so themselves.
         allowed_tools (`tuple[str, ...]`, *optional*):
             The only tools that are offered, by their names on the server. `None` offers all.
+        argument_aliases (`Mapping[str, str]`, *optional*):
+            Names that are taken for an argument, such as `{"python_code": "code"}`, in every tool that has the argument
+            and not the alias. The policy is told, and it is counted.
+        coerce_arguments (`bool`, *optional*, defaults to `False`):
+            Whether a text that plainly spells what the schema asks for (`"3"` for an integer) is taken for it. The policy
+            is told, and it is counted.
+        error_patterns (`tuple[str, ...]`, *optional*):
+            Regular expressions. A result whose text one of them finds is an error of the tool, for servers that do not
+            mark their errors.
         max_result_bytes (`int`, *optional*, defaults to `8000000`):
             Largest message accepted from the server. A larger one is dropped, and the call that asked for it fails.
         protocol (`str`, *optional*, defaults to `"auto"`):
@@ -71,10 +101,19 @@ class ServerConfig:
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     server: MCPServer | Server[Any] | None = None
+    isolation: Isolation = "shared"
+    pool_size: int | None = None
+    spares: int = 2
+    reset_tool: str | None = None
     call_timeout: float = 30.0
     connect_timeout: float = 60.0
     max_inflight: int = 8
+    retries: int = 2
+    idempotent_tools: tuple[str, ...] = ()
     allowed_tools: tuple[str, ...] | None = None
+    argument_aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    coerce_arguments: bool = False
+    error_patterns: tuple[str, ...] = ()
     max_result_bytes: int = 8_000_000
     protocol: Protocol = "auto"
     secrets: frozenset[str] = frozenset()
@@ -105,18 +144,49 @@ class ServerConfig:
             if not _is_number(value := getattr(self, option)) or not value > 0:
                 self._refuse(option, "must be a positive number of seconds", value)
         for option in ("max_inflight", "max_result_bytes"):
-            if not isinstance(value := getattr(self, option), int) or isinstance(value, bool) or value < 1:
+            if not _is_whole(value := getattr(self, option)) or value < 1:
                 self._refuse(option, "must be a positive whole number", value)
-        if self.protocol not in get_args(Protocol):
-            self._refuse("protocol", f"must be one of {get_args(Protocol)}", self.protocol)
-        if self.allowed_tools is not None and not is_texts(self.allowed_tools, tuple):
-            self._refuse("allowed_tools", "must be a list of tool names", self.allowed_tools)
+        if self.pool_size is not None and (not _is_whole(self.pool_size) or self.pool_size < 1):
+            self._refuse("pool_size", "must be a positive whole number", self.pool_size)
+        for option in ("spares", "retries"):
+            if not _is_whole(value := getattr(self, option)) or value < 0:
+                self._refuse(option, "must be a whole number, 0 or more", value)
+        for option, choices in (("isolation", get_args(Isolation)), ("protocol", get_args(Protocol))):
+            if (value := getattr(self, option)) not in choices:
+                self._refuse(option, f"must be one of {choices}", value)
+        for option in ("allowed_tools", "idempotent_tools", "error_patterns"):
+            if (value := getattr(self, option)) is not None and not is_texts(value, tuple):
+                self._refuse(option, "must be a list of texts", value)
+        self._check_reset_tool()
+
+    def _check_reset_tool(self) -> None:
+        if self.reset_tool is None:
+            return
+        if not isinstance(self.reset_tool, str) or not self.reset_tool:
+            self._refuse("reset_tool", "must be the name of a tool", self.reset_tool)
+        if self.isolation == "shared":
+            raise ServerConfigError(
+                f"`reset_tool` of server {self.name!r} is of no use with isolation 'shared': no session belongs to one "
+                f"trajectory. Set `isolation` to 'exclusive' or 'meta', or leave `reset_tool` out."
+            )
 
     def _refuse(self, option: str, rule: str, value: object) -> None:
         raise ServerConfigError(f"`{option}` of server {self.name!r} {rule}, got {value!r}.")
 
     def __repr__(self) -> str:
         return f"ServerConfig(name={self.name!r}, transport={self.transport!r}, target={self.target!r})"
+
+    @property
+    def num_sessions(self) -> int:
+        """How many sessions are kept open, spares included."""
+        if self.isolation == "exclusive":
+            return self.num_leases + self.spares
+        return self.pool_size or 1
+
+    @property
+    def num_leases(self) -> int:
+        """How many trajectories may have an exclusive session at a time."""
+        return self.pool_size or DEFAULT_LEASES
 
     @property
     def target(self) -> str:
@@ -149,7 +219,23 @@ class ServerConfig:
         return text
 
 
-OPTIONS = ("call_timeout", "connect_timeout", "max_inflight", "allowed_tools", "max_result_bytes", "protocol")
+OPTIONS = (
+    "isolation",
+    "pool_size",
+    "spares",
+    "reset_tool",
+    "call_timeout",
+    "connect_timeout",
+    "max_inflight",
+    "retries",
+    "idempotent_tools",
+    "allowed_tools",
+    "argument_aliases",
+    "coerce_arguments",
+    "error_patterns",
+    "max_result_bytes",
+    "protocol",
+)
 assert set(OPTIONS) <= {f.name for f in fields(ServerConfig)}
 
 
@@ -158,6 +244,10 @@ def is_texts(value: object, kind: type[Sequence[Any]] = Sequence) -> bool:
     if isinstance(value, str) or not isinstance(value, kind):
         return False
     return all(isinstance(item, str) for item in cast(Sequence[Any], value))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

@@ -196,9 +196,7 @@ def _options(name: str, options: Any) -> dict[str, Any]:
             near = difflib.get_close_matches(option, OPTIONS, n=1, cutoff=0.5)
             hint = f"Did you mean `{near[0]}`?" if near else f"The options are {list(OPTIONS)}."
             raise ServerConfigError(f"`{OPTIONS_KEY}` of server {name!r} has no option {option!r}. {hint}")
-    if isinstance(read.get("allowed_tools"), list):
-        read["allowed_tools"] = tuple(read["allowed_tools"])
-    return read
+    return {option: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for option, v in read.items()}
 
 
 def _text(name: str, fields: Mapping[str, Any], key: str) -> str:
