@@ -1,4 +1,4 @@
-.PHONY: help quickstart test test-slow quality style clean
+.PHONY: help quickstart test test-slow peers quality style clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,6 +16,10 @@ test: $(VENV)/installed  ## Make the environment and run the tests
 
 test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
 	$(BIN)/python -m pytest
+
+peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
+	$(BIN)/python tests/peers/install.py
+	$(BIN)/python -m pytest -m peers
 
 quality: $(VENV)/installed  ## Check lint, format, types, spelling and import rules
 	$(BIN)/ruff check .

@@ -11,6 +11,10 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.rollout import Limits
+from mcp_grpo.tools import Cassette
+
+
+MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
 
 @dataclass
@@ -26,12 +30,20 @@ class MCPGRPOConfig(GRPOConfig):
     Args:
         max_turns (`int`, *optional*, defaults to `10`):
             Times the policy may generate in one trajectory. A task's own `max_turns` comes first.
+        max_result_tokens (`int`, *optional*):
+            Tokens of one tool result that the policy reads. A longer one is cut in the middle, with a note that says so.
+            If `None`, half of `max_completion_length`.
         trajectory_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds a trajectory may take, tools and generation together. One that takes longer enters neither the loss
-            nor the group's baseline.
+            Seconds a trajectory may take, tools and generation together. Waiting for a server to be free does not count.
+            One that takes longer enters neither the loss nor the group's baseline.
         max_failed_fraction (`float`, *optional*, defaults to `0.25`):
             Share of the trajectories of a batch that may fail for reasons the policy is not to blame for (a server that
             broke, a deadline). With more, training stops with an error that says what broke.
+        cassette (`str`, *optional*):
+            File in which tool calls are recorded, or from which they are answered. Each process has its own.
+        cassette_mode (`str`, *optional*, defaults to `"record"`):
+            `"record"` writes a new file; `"replay"` and `"match"` answer from it, without servers; `"cache"` asks servers
+            only what the file does not know. See [`Cassette`].
     """
 
     max_turns: int = field(
@@ -40,11 +52,18 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Times the policy may generate in one trajectory. A task's own `max_turns` comes first.",
         },
     )
+    max_result_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of one tool result that the policy reads. A longer one is cut in the middle, with a note that "
+            "says so. If `None`, half of `max_completion_length`.",
+        },
+    )
     trajectory_timeout: float = field(
         default=600.0,
         metadata={
-            "help": "Seconds a trajectory may take, tools and generation together. One that takes longer enters "
-            "neither the loss nor the group's baseline.",
+            "help": "Seconds a trajectory may take, tools and generation together. Waiting for a server to be free does "
+            "not count. One that takes longer enters neither the loss nor the group's baseline.",
         },
     )
     max_failed_fraction: float = field(
@@ -54,6 +73,19 @@ class MCPGRPOConfig(GRPOConfig):
             "server that broke, a deadline). With more, training stops with an error that says what broke.",
         },
     )
+    cassette: str | None = field(
+        default=None,
+        metadata={
+            "help": "File in which tool calls are recorded, or from which they are answered. Each process has its own.",
+        },
+    )
+    cassette_mode: str = field(
+        default="record",
+        metadata={
+            "help": '"record" writes a new file; "replay" and "match" answer from it, without servers; "cache" asks '
+            "servers only what the file does not know.",
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.use_cpu and not is_torch_bf16_gpu_available():
@@ -61,12 +93,33 @@ class MCPGRPOConfig(GRPOConfig):
         super().__post_init__()
         if self.max_turns < 1:
             raise SettingsError(f"`max_turns` must be at least 1, got {self.max_turns}.")
+        if self.max_result_tokens is not None and self.max_result_tokens < MIN_RESULT_TOKENS:
+            raise SettingsError(
+                f"`max_result_tokens` must be at least {MIN_RESULT_TOKENS}, got {self.max_result_tokens}: the policy could "
+                "not read any result. Raise it, or leave it at `None` for half of `max_completion_length`."
+            )
         if self.trajectory_timeout <= 0:
             raise SettingsError(
                 f"`trajectory_timeout` must be a positive number of seconds, got {self.trajectory_timeout}."
             )
         if not 0 <= self.max_failed_fraction <= 1:
             raise SettingsError(f"`max_failed_fraction` must be between 0 and 1, got {self.max_failed_fraction}.")
+
+    @property
+    def replays(self) -> bool:
+        """Whether tool calls are answered by a recording, so that no server is needed."""
+        return self.cassette is not None and self.cassette_mode in ("replay", "match")
+
+    def make_cassette(self) -> Cassette | None:
+        """
+        The recording that this process makes or plays.
+
+        Returns:
+            [`Cassette`] or `None`: The recording, if there is to be one. Raises [`CassetteError`] if it cannot be.
+        """
+        if self.cassette is None:
+            return None
+        return Cassette.for_rank(self.cassette, cast(Any, self.cassette_mode), self.process_index)
 
     def limits(self, model_config: PretrainedConfig) -> Limits:
         """
@@ -87,6 +140,7 @@ class MCPGRPOConfig(GRPOConfig):
             max_turns=self.max_turns,
             max_completion_length=max_completion_length,
             max_context=max_context,
+            max_result_tokens=self.max_result_tokens or max(MIN_RESULT_TOKENS, max_completion_length // 2),
             timeout=self.trajectory_timeout,
         )
 

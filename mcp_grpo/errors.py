@@ -38,6 +38,10 @@ class ToolServerError(MCPGRPOError, ConnectionError):
     """An MCP server that cannot be started, reached or understood."""
 
 
+class CassetteError(MCPGRPOError, ValueError):
+    """A recording of tool calls that cannot be read, does not fit the servers, or would be overwritten."""
+
+
 class RolloutError(MCPGRPOError, RuntimeError):
     """Rollouts that cannot be trained on, such as too many failed by their servers."""
 

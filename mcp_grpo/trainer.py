@@ -47,7 +47,8 @@ class MCPGRPOTrainer(GRPOTrainer):
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
             Tasks, one per row, with at least the columns `task_id` and `prompt`; see [`task_from_row`].
         servers (`str`, `Path` or `Mapping[str, Any]`, *optional*):
-            MCP servers: a JSON file in the `mcpServers` form, or a mapping of the same form.
+            MCP servers: a JSON file in the `mcpServers` form, or a mapping of the same form. A run that replays a
+            cassette needs none.
         kwargs (`Any`):
             Everything else that [`~trl.GRPOTrainer`] takes: `eval_dataset`, `processing_class`, `peft_config`,
             `callbacks` and so on.
@@ -100,7 +101,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._tasks: list[Task] = []
         self._trajectories: list[Trajectory] = []
         self._num_rollouts = 0
-        if servers is None:
+        if servers is None and not args.replays:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
         check_arguments(args, train_dataset, kwargs)
@@ -108,7 +109,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
         tasks = [task for rows in datasets if isinstance(rows, Dataset) for task in tasks_from_rows(rows)]
         # The servers before the model: what is wrong with a server or a task shows in seconds.
-        self._engine = RolloutEngine(servers)
+        self._engine = RolloutEngine(servers, args.make_cassette())
         try:
             for task in tasks:
                 self._engine.catalog.check(task)

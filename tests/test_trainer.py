@@ -14,7 +14,7 @@ from helpers.families import family_tokenizer
 from helpers.policies import save_tiny_model
 from helpers.sums import ROWS, SERVER, SERVERS, TEMPLATE_KWARGS
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 from trl import GRPOConfig
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
@@ -428,7 +428,7 @@ def test_a_server_that_cannot_start_is_shown_with_its_words(tmp_path: Path) -> N
 
 def test_tools_that_fill_the_model_s_context_are_refused_with_their_number_of_tokens(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", max_position_embeddings=256)
-    with pytest.raises(CatalogError, match=r"has \d+ tokens, \d+ of them for its 1 tools, .* holds 256"):
+    with pytest.raises(CatalogError, match=r"has \d+ tokens, \d+ of them for its 1 tools \(.*\), .* holds 256"):
         MCPGRPOTrainer(model, exact_answer, config(tmp_path), DATASET, servers=SERVERS)
     assert not psutil.Process().children(recursive=True)
 
@@ -473,12 +473,28 @@ def test_a_configuration_of_trl_is_refused_together_with_servers(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_turns": 0}, {"trajectory_timeout": 0.0}, {"max_failed_fraction": 1.5}],
+    [{"max_turns": 0}, {"max_result_tokens": 15}, {"trajectory_timeout": 0.0}, {"max_failed_fraction": 1.5}],
     ids=lambda s: next(iter(s)),
 )
 def test_a_setting_out_of_range_is_refused(tmp_path: Path, settings: dict) -> None:
     with pytest.raises(SettingsError, match=next(iter(settings))):
         config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_result_tokens"),
+    [
+        ({"max_completion_length": 400}, 200),
+        ({"max_completion_length": 400, "max_result_tokens": 300}, 300),
+        ({"max_completion_length": 20}, 16),
+        ({"max_completion_length": None}, 512),
+    ],
+)
+def test_a_result_may_take_half_of_the_completion_unless_it_is_said_how_much(
+    tmp_path: Path, settings: dict, max_result_tokens: int
+) -> None:
+    limits = config(tmp_path, **settings).limits(Qwen3Config(max_position_embeddings=1024))
+    assert limits.max_result_tokens == max_result_tokens
 
 
 def test_rolling_out_needs_servers(tmp_path: Path, adding_model: str) -> None:

@@ -1,9 +1,11 @@
 """Many trajectories at once, each its own coroutine, driven from synchronous code."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,13 @@ from mcp_grpo.errors import CatalogError
 from mcp_grpo.rollout.generator import Generator
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.renderer import Renderer
-from mcp_grpo.tools import Catalog, ToolPool
+from mcp_grpo.tools import Cassette, Catalog, Tool, ToolPool
 from mcp_grpo.types import Task, Trajectory
+
+
+logger = logging.getLogger(__name__)
+
+NUM_HEAVIEST = 3  # tools that are named when there are too many
 
 
 class RolloutEngine:
@@ -27,14 +34,17 @@ class RolloutEngine:
     is collected, and when the interpreter exits, whichever comes first.
 
     Args:
-        servers (`str`, `Path` or `Mapping[str, Any]`):
-            MCP servers, as [`load_servers`] takes them.
+        servers (`str`, `Path` or `Mapping[str, Any]`, *optional*):
+            MCP servers, as [`load_servers`] takes them. Only a cassette that answers by itself can do without.
+        cassette (`Cassette`, *optional*):
+            Records the tool calls, or answers them.
     """
 
-    def __init__(self, servers: str | Path | Mapping[str, Any]) -> None:
+    def __init__(self, servers: str | Path | Mapping[str, Any] | None, cassette: Cassette | None = None) -> None:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="mcp-grpo"))
-            self._pool = stack.enter_context(self._portal.wrap_async_context_manager(ToolPool(servers)))
+            pool = ToolPool(servers, cassette)
+            self._pool = stack.enter_context(self._portal.wrap_async_context_manager(pool))
             self._rollouts: list[Future[None]] = []
             stack.callback(_cancel, self._rollouts)  # first of all: they may wait for a generator nobody serves
             # `close` must not hold the engine, or it would never be collected.
@@ -51,7 +61,8 @@ class RolloutEngine:
 
     def check_prompts(self, tasks: Iterable[Task], renderer: Renderer, limits: Limits) -> None:
         """
-        Refuse tools that leave no room in the model's context. One task of each set of tools is looked at.
+        Refuse tools that leave no room in the model's context, and warn of those that leave little. One task of each
+        set of tools is looked at.
 
         Args:
             tasks (`Iterable[Task]`):
@@ -62,19 +73,34 @@ class RolloutEngine:
                 With the size of the context.
 
         Raises:
-            [`CatalogError`]: If the prompt of a task fills the context; the message has its number of tokens.
+            [`CatalogError`]: If the prompt of a task fills the context; the message has its number of tokens and the
+                tools that take most of them.
         """
+        max_context = limits.max_context
         sets = {tuple(tool.name for tool in self.catalog.tools_for(task)): task for task in tasks}
-        for names, task in sets.items():
-            schemas = [tool.schema for tool in self.catalog.tools_for(task)]
-            length = len(renderer.prompt_ids(task.prompt, schemas))
-            if limits.max_context is not None and length >= limits.max_context:
-                without = len(renderer.prompt_ids(task.prompt, []))
-                raise CatalogError(
-                    f"The prompt of task {task.task_id!r} has {length} tokens, {length - without} of them for its "
-                    f"{len(names)} tools, but the model's context holds {limits.max_context}. Allow fewer tools: by "
-                    "`allowed_tools` of a server, or by the column `tools` of the tasks."
-                )
+        if max_context is None or not sets:
+            return
+        lengths = [_prompt_length(renderer, task, self.catalog.tools_for(task)) for task in sets.values()]
+        length, task = max(zip(lengths, sets.values(), strict=True), key=itemgetter(0))
+        room = max_context - length
+        # Without a `max_completion_length` the whole context stands for it, and the prompt always takes some of that.
+        if room >= limits.max_completion_length or (room > 0 and limits.max_completion_length == max_context):
+            return
+        size = _prompt_size(renderer, task, self.catalog.tools_for(task), length)
+        advice = "Allow fewer tools, by `allowed_tools` of a server or by the column `tools` of the tasks"
+        if room < 1:
+            raise CatalogError(
+                f"{size}, but the model's context holds {max_context}. {advice}, or shorten the prompt."
+            )
+        logger.warning(
+            "%s. In the model's context of %d that leaves %d for the completion, less than its `max_completion_length` of "
+            "%d. %s, or lower `max_completion_length`.",
+            size,
+            max_context,
+            room,
+            limits.max_completion_length,
+            advice,
+        )
 
     def roll_out(
         self,
@@ -152,3 +178,20 @@ class RolloutEngine:
 def _cancel(futures: list[Future[None]]) -> None:
     while futures:
         futures.pop().cancel()
+
+
+def _prompt_length(renderer: Renderer, task: Task, tools: Sequence[Tool]) -> int:
+    return len(renderer.prompt_ids(task.prompt, [tool.schema for tool in tools]))
+
+
+def _prompt_size(renderer: Renderer, task: Task, tools: Sequence[Tool], length: int) -> str:
+    """A sentence on how long a prompt is, without its full stop."""
+    for_tools = length - _prompt_length(renderer, task, [])
+    # What a second one adds is what the tool itself takes, without what the template says about tools in general.
+    weights = {
+        tool.name: _prompt_length(renderer, task, [tool, tool]) - _prompt_length(renderer, task, [tool])
+        for tool in tools
+    }
+    heaviest = sorted(weights, key=weights.__getitem__, reverse=True)[:NUM_HEAVIEST]
+    most = f" (most for {', '.join(f'`{name}`: {weights[name]}' for name in heaviest)})" if tools else ""
+    return f"The prompt of task {task.task_id!r} has {length} tokens, {for_tools} of them for its {len(tools)} tools{most}"

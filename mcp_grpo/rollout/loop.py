@@ -3,19 +3,15 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 
 from mcp_grpo.errors import RolloutError, ToolServerError
 from mcp_grpo.rollout.generator import Generator, Sampling
-from mcp_grpo.rollout.renderer import ParsedTurn, Renderer
+from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
 from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
-
-
-# More than any tokenizer puts into one token of ordinary text.
-_MAX_CHARACTERS_PER_TOKEN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +26,16 @@ class Limits:
             Tokens after the prompt, tool results included, as TRL counts them.
         max_context (`int`, *optional*):
             Tokens the model can attend to, prompt included.
+        max_result_tokens (`int`, *optional*):
+            Tokens of one tool result; a longer one is cut in the middle. `None` cuts nothing.
         timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds of wall-clock time.
+            Seconds of wall-clock time. Waiting for a lease does not count.
     """
 
     max_turns: int
     max_completion_length: int
     max_context: int | None = None
+    max_result_tokens: int | None = None
     timeout: float = 600.0
 
 
@@ -74,16 +73,18 @@ async def roll_out(
     Returns:
         [`Trajectory`]: The finished record.
     """
-    start = time.monotonic()
     attempt = _Attempt(task, renderer, generator, limits, temperature, seed)
-    stop_reason = StopReason.DEADLINE
-    with anyio.move_on_after(limits.timeout):
-        try:
-            async with pool.lease(task) as lease:
+    stop_reason, seconds = StopReason.DEADLINE, 0.0
+    try:
+        async with pool.lease(task) as lease:
+            # Getting a lease and giving it back takes what the servers take, which is not the policy's time.
+            start = time.monotonic()
+            with anyio.move_on_after(limits.timeout):
                 stop_reason = await attempt.run(lease)
-        except ToolServerError as error:
-            stop_reason, attempt.error = StopReason.SERVER_FAILED, str(error)
-    return attempt.finish(stop_reason, seconds=time.monotonic() - start)
+            seconds = time.monotonic() - start
+    except ToolServerError as error:
+        stop_reason, attempt.error = StopReason.SERVER_FAILED, str(error)
+    return attempt.finish(stop_reason, seconds=seconds)
 
 
 class _Attempt:
@@ -176,11 +177,23 @@ class _Attempt:
 
     async def _call(self, parsed: ParsedTurn, lease: Lease, turn: int) -> list[Exchange]:
         if parsed.malformed is not None:
-            call = ToolCall(name="", arguments={"text": parsed.message["content"]})
+            calls = (ToolCall(name="", arguments={"text": parsed.message["content"]}),)
             text = f"The tool call could not be read: {parsed.malformed}. Write it again in the required format."
-            return [Exchange(call=call, result=ToolResult(text=text, kind=ResultKind.MALFORMED_CALL), turn=turn)]
-        results = await lease.call_all(parsed.calls)
-        return [Exchange(call=c, result=r, turn=turn) for c, r in zip(parsed.calls, results, strict=True)]
+            results = [ToolResult(text=text, kind=ResultKind.MALFORMED_CALL)]
+        else:
+            calls, results = parsed.calls, await lease.call_all(parsed.calls)
+        return [
+            Exchange(call=call, result=self._shortened(result), turn=turn)
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    def _shortened(self, result: ToolResult) -> ToolResult:
+        max_tokens = self._limits.max_result_tokens
+        # Why a server failed is for us to read, not for the policy.
+        if max_tokens is None or result.kind.is_server_fault:
+            return result
+        text, num_cut = self._renderer.shortened(result.text, max_tokens)
+        return replace(result, text=text, num_cut=num_cut) if num_cut else result
 
     def _observe(self, exchanges: Sequence[Exchange]) -> StopReason | None:
         """Append the results for the policy to read, or say why they do not fit."""
@@ -192,8 +205,8 @@ class _Attempt:
         ]
         # What is far too long is not tokenised to find that out: it would hold up every other trajectory.
         num_characters = sum(len(exchange.result.text) for exchange in exchanges)
-        if num_characters > _MAX_CHARACTERS_PER_TOKEN * self._room():
-            suffix, length = (), num_characters // _MAX_CHARACTERS_PER_TOKEN
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * self._room():
+            suffix, length = (), num_characters // MAX_CHARACTERS_PER_TOKEN
         else:
             suffix = self._renderer.suffix_ids(messages)
             length = len(suffix)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +21,16 @@ from mcp_grpo.errors import TemplateError
 from mcp_grpo.types import Message, ToolCall
 
 
+# More than any tokenizer puts into one token of ordinary text.
+MAX_CHARACTERS_PER_TOKEN = 32
+
 # Stands in for a tool's text while the frame around it is worked out. Plain ASCII letters: no template filter
 # (`trim`, `tojson`, ...) changes it, and no tool returns it.
 _PLACEHOLDER = "toolresultplaceholder{}stop"
+
+# What stands where a long result was cut, and what stands there if the budget is hardly longer than that.
+_MARKER = "\n[... {} of {} characters cut; ask for less ...]\n"
+_SHORT_MARKER = "\n[...]\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +165,45 @@ class Renderer:
         for content, frame in zip(contents, frames[1:], strict=True):
             spans.append((len(text), len(text) + len(content)))
             text += content + frame
-        cuts = [0, *self._cuts(text, spans), len(text)]
-        pieces = [text[start:end] for start, end in pairwise(cuts)]
-        return tuple(i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"])
+        return tuple(self._encoded(text, spans))
+
+    def shortened(self, text: str, max_tokens: int) -> tuple[str, int]:
+        """
+        A tool's text within a number of tokens, cut in the middle if it is longer.
+
+        Three quarters of what is kept are the beginning, where most tools say what follows; one quarter is the end,
+        where others say how it ended. A line between them says how much is missing.
+
+        Args:
+            text (`str`):
+                What the tool returned.
+            max_tokens (`int`):
+                Tokens it may take, at least 16.
+
+        Returns:
+            `tuple[str, int]`: The text, and how many characters were cut out of it.
+
+        Example:
+
+        ```python
+        text, num_cut = renderer.shortened("word " * 5000, max_tokens=100)
+        # word word word word word word word word word
+        # [... 24600 of 25000 characters cut; ask for less ...]
+        #  word word word
+        ```
+        """
+        if len(text.encode("utf-8", "replace")) <= max_tokens:  # no token is shorter than a byte
+            return text, 0
+        marker = _MARKER if 2 * self._marker_length <= max_tokens else _SHORT_MARKER
+        # What is certainly too long is not tokenised as a whole: that would hold up every other trajectory.
+        is_far_too_long = len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN
+        num_kept, shrinkage = max_tokens * 8 if is_far_too_long else len(text), 0.95
+        shown = _with_middle_cut(text, num_kept, marker)
+        while num_kept and (num_tokens := self._num_tokens(shown)) > max_tokens:
+            num_kept = int(num_kept * max_tokens / num_tokens * shrinkage)
+            shrinkage **= 2  # tokens are not spread evenly, so the estimate becomes ever more cautious
+            shown = _with_middle_cut(text, num_kept, marker)
+        return shown, len(text) - num_kept
 
     def parse(
         self, history_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
@@ -298,6 +342,22 @@ class Renderer:
             )
         return text[len(before) : len(text) - len(after)]
 
+    @cached_property
+    def _marker_length(self) -> int:
+        return self._num_tokens(_MARKER.format(10**7, 10**7))
+
+    def _num_tokens(self, text: str) -> int:
+        """How many tokens a tool's text takes, as the template writes it."""
+        message = {"role": "tool", "name": "probe", "content": text.encode("utf-8", "replace").decode()}
+        content = self._rendered_content([message], self._frames([message]), 0)
+        return len(self._encoded(content, [(0, len(content))]))
+
+    def _encoded(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens of a text, none of them a control token that a tool wrote in the given spans."""
+        cuts = [0, *self._cuts(text, spans), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(cuts)]
+        return [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+
     def _cuts(self, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
         """Positions inside every control literal that a tool wrote, at least in part."""
         if self._control is None:
@@ -312,3 +372,11 @@ class Renderer:
                 "The chat template renders a second tool result differently from the first, so turns cannot be "
                 "appended token by token. Use the model's stock template, for which a training version is known."
             )
+
+
+def _with_middle_cut(text: str, num_kept: int, marker: str) -> str:
+    if num_kept == len(text):
+        return text
+    num_last = num_kept // 4
+    head, tail = text[: num_kept - num_last], text[len(text) - num_last :]
+    return head + marker.format(len(text) - num_kept, len(text)) + tail

@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,18 @@ import mcp.types as types
 from jsonschema.protocols import Validator
 
 from mcp_grpo.errors import CatalogError
-from mcp_grpo.tools.arguments import SchemaError, compiled, problems, signature, unsendable
+from mcp_grpo.tools.arguments import (
+    Prepared,
+    SchemaError,
+    coerced,
+    compiled,
+    problems,
+    properties,
+    renamed,
+    signature,
+    unsendable,
+)
+from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.types import Task
 
 
@@ -42,6 +53,14 @@ class Tool:
             What the server says it does.
         input_schema (`dict[str, Any]`):
             JSON schema of its arguments.
+        aliases (`Mapping[str, str]`, *optional*):
+            Its arguments by the other names that are taken for them.
+        coerces (`bool`, *optional*, defaults to `False`):
+            Whether a value of a wrong type is read as what it plainly spells.
+        is_read_only (`bool`, *optional*, defaults to `False`):
+            Whether it says that it changes nothing.
+        is_repeatable (`bool`, *optional*, defaults to `False`):
+            Whether calling it twice does no more than calling it once.
     """
 
     name: str
@@ -49,6 +68,10 @@ class Tool:
     tool: str
     description: str
     input_schema: dict[str, Any]
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    coerces: bool = False
+    is_read_only: bool = False
+    is_repeatable: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -58,24 +81,30 @@ class Tool:
             "function": {"name": self.name, "description": self.description, "parameters": self.input_schema},
         }
 
-    def refusal(self, arguments: Mapping[str, Any]) -> str | None:
+    def prepare(self, arguments: Mapping[str, Any]) -> Prepared:
         """
-        Why the tool cannot be called with these arguments.
+        Make arguments ready to be sent, or say why they cannot be.
 
         Args:
             arguments (`Mapping[str, Any]`):
                 Arguments, as the policy wrote them.
 
         Returns:
-            `str` or `None`: A sentence for the policy, or `None` if the arguments fit.
+            [`Prepared`]: The arguments, what was mended in them, and what is still wrong with them.
         """
         if (problem := unsendable(arguments)) is not None:
-            found = [problem]
-        elif self._validator is not None:
-            found = problems(self._validator, arguments)
-        else:
-            found = []
-        return f"{'; '.join(found)}; {self.usage}" if found else None
+            return Prepared(arguments=arguments, refusal=f"{problem}; {self.usage}")
+        repairs: list[str] = []
+        if self.aliases and not self.aliases.keys().isdisjoint(arguments):
+            arguments, repairs = renamed(arguments, self.aliases)
+        validator = self._validator
+        found = problems(validator, arguments) if validator is not None else None
+        if found and validator is not None and self.coerces:
+            arguments, read = coerced(validator, arguments)
+            repairs += read
+            found = problems(validator, arguments) if read else found
+        refusal = f"{'; '.join(found)}; {self.usage}" if found else None
+        return Prepared(arguments=arguments, repairs=tuple(repairs), refusal=refusal)
 
     @cached_property
     def usage(self) -> str:
@@ -116,25 +145,29 @@ class Catalog:
     tools: tuple[Tool, ...]
 
     @classmethod
-    def from_servers(cls, listed: Mapping[str, Sequence[types.Tool]]) -> "Catalog":
+    def from_servers(
+        cls, listed: Mapping[str, Sequence[types.Tool]], configs: Iterable[ServerConfig] = ()
+    ) -> "Catalog":
         """
         Name the tools of several servers.
 
         Args:
             listed (`Mapping[str, Sequence[mcp.types.Tool]]`):
-                What each server offers.
+                What each server offers, from [`offered_tools`].
+            configs (`Iterable[ServerConfig]`, *optional*):
+                The servers, for how their tools may be used.
 
         Returns:
             [`Catalog`]: The catalog.
         """
+        by_name = {config.name: config for config in configs}
         bare = Counter(_prompt_name(tool.name) for tools in listed.values() for tool in tools)
         tools = tuple(
-            Tool(
+            _tool(
+                tool,
                 name=_prompt_name(tool.name if bare[_prompt_name(tool.name)] == 1 else f"{server}__{tool.name}"),
                 server=server,
-                tool=tool.name,
-                description=tool.description or "",
-                input_schema=tool.input_schema,
+                config=by_name.get(server),
             )
             for server, offered in listed.items()
             for tool in offered
@@ -195,6 +228,86 @@ class Catalog:
                 Task to check. Raises [`CatalogError`], which lists what exists.
         """
         self.tools_for(task)
+
+
+def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[types.Tool, ...]:
+    """
+    The tools of a server that policies are offered.
+
+    Args:
+        config ([`ServerConfig`]):
+            The server. Raises [`CatalogError`] if its options name a tool or an argument that does not exist.
+        listed (`Sequence[mcp.types.Tool]`):
+            All tools it has.
+
+    Returns:
+        `tuple[mcp.types.Tool, ...]`: Those in `allowed_tools`, without the `reset_tool`.
+    """
+    names = [tool.name for tool in listed]
+    named = {
+        "allowed_tools": config.allowed_tools or (),
+        "idempotent_tools": config.idempotent_tools,
+        "reset_tool": () if config.reset_tool is None else (config.reset_tool,),
+    }
+    for option, wanted in named.items():
+        for name in wanted:
+            if name not in names:
+                raise CatalogError(
+                    f"`{option}` of server {config.name!r} names {name!r}, which it does not offer. "
+                    f"Its tools are {nearest_first(name, names)}."
+                )
+    allowed = names if config.allowed_tools is None else config.allowed_tools
+    offered = tuple(tool for tool in listed if tool.name in allowed and tool.name != config.reset_tool)
+    arguments = dict.fromkeys(argument for tool in offered for argument in properties(tool.input_schema))
+    for alias, argument in config.argument_aliases.items():
+        if argument not in arguments:
+            raise CatalogError(
+                f"`argument_aliases` of server {config.name!r} takes {alias!r} for {argument!r}, which no tool of it has. "
+                f"Their arguments are {nearest_first(argument, arguments)}."
+            )
+    return offered
+
+
+def catalog_changes(before: Sequence[types.Tool], after: Sequence[types.Tool]) -> list[str]:
+    """
+    How two listings of a server differ in what a prompt shows.
+
+    Args:
+        before (`Sequence[mcp.types.Tool]`):
+            The earlier listing.
+        after (`Sequence[mcp.types.Tool]`):
+            The later one.
+
+    Returns:
+        `list[str]`: One clause per tool that was removed, added or changed; empty if there is none.
+    """
+    old, new = {tool.name: tool for tool in before}, {tool.name: tool for tool in after}
+    changes = [f"`{name}` was removed" for name in old if name not in new]
+    changes += [f"`{name}` was added" for name in new if name not in old]
+    parts = {"description": "the description", "input_schema": "the schema"}
+    for name in [name for name in old if name in new]:
+        changed = [words for part, words in parts.items() if getattr(old[name], part) != getattr(new[name], part)]
+        if changed:
+            changes.append(f"{' and '.join(changed)} of `{name}` changed")
+    return changes
+
+
+def _tool(tool: types.Tool, *, name: str, server: str, config: ServerConfig | None) -> Tool:
+    hints = tool.annotations or types.ToolAnnotations()
+    aliases: Mapping[str, str] = config.argument_aliases if config else {}
+    is_declared = config is not None and tool.name in config.idempotent_tools
+    has = properties(tool.input_schema)
+    return Tool(
+        name=name,
+        server=server,
+        tool=tool.name,
+        description=tool.description or "",
+        input_schema=tool.input_schema,
+        aliases={alias: argument for alias, argument in aliases.items() if argument in has and alias not in has},
+        coerces=config is not None and config.coerce_arguments,
+        is_read_only=bool(hints.read_only_hint),
+        is_repeatable=bool(hints.read_only_hint or hints.idempotent_hint or is_declared),
+    )
 
 
 def _prompt_name(name: str) -> str:

@@ -1,9 +1,9 @@
 """Which servers to open: one frozen value per server, read from the files other MCP clients use."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
@@ -12,6 +12,7 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from mcp_grpo.errors import ServerConfigError
+from mcp_grpo.tools.secrets import hidden, private_values, secret_values
 
 
 TransportKind = Literal["stdio", "http", "in_process"]
@@ -19,7 +20,6 @@ Isolation = Literal["shared", "exclusive", "meta"]
 Protocol = Literal["auto", "legacy"]
 
 DEFAULT_LEASES = 8
-MIN_SECRET_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -116,8 +116,8 @@ class ServerConfig:
     error_patterns: tuple[str, ...] = ()
     max_result_bytes: int = 8_000_000
     protocol: Protocol = "auto"
-    secrets: frozenset[str] = frozenset()
-    """Values that came out of environment variables while reading the file; hidden wherever they turn up."""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables that the file asked for, and their values; hidden like those of `env`."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -140,29 +140,47 @@ class ServerConfig:
             self._refuse("server", "must be an `MCPServer` or a low-level `Server`", self.server)
 
     def _check_options(self) -> None:
-        for option in ("call_timeout", "connect_timeout"):
-            if not _is_number(value := getattr(self, option)) or not value > 0:
-                self._refuse(option, "must be a positive number of seconds", value)
-        for option in ("max_inflight", "max_result_bytes"):
-            if not _is_whole(value := getattr(self, option)) or value < 1:
-                self._refuse(option, "must be a positive whole number", value)
-        if self.pool_size is not None and (not _is_whole(self.pool_size) or self.pool_size < 1):
-            self._refuse("pool_size", "must be a positive whole number", self.pool_size)
-        for option in ("spares", "retries"):
-            if not _is_whole(value := getattr(self, option)) or value < 0:
-                self._refuse(option, "must be a whole number, 0 or more", value)
+        self._check_numbers()
         for option, choices in (("isolation", get_args(Isolation)), ("protocol", get_args(Protocol))):
             if (value := getattr(self, option)) not in choices:
                 self._refuse(option, f"must be one of {choices}", value)
         for option in ("allowed_tools", "idempotent_tools", "error_patterns"):
             if (value := getattr(self, option)) is not None and not is_texts(value, tuple):
                 self._refuse(option, "must be a list of texts", value)
+        if not is_text_map(self.argument_aliases):
+            rule = 'must map texts to texts, such as {"python_code": "code"}'
+            self._refuse("argument_aliases", rule, self.argument_aliases)
+        if type(self.coerce_arguments) is not bool:
+            self._refuse("coerce_arguments", "must be true or false", self.coerce_arguments)
+        self._check_patterns()
         self._check_reset_tool()
+
+    def _check_numbers(self) -> None:
+        for option in ("call_timeout", "connect_timeout"):
+            if not _is_number(value := getattr(self, option)) or not value > 0:
+                self._refuse(option, "must be a positive number of seconds", value)
+        sizes = ["max_inflight", "max_result_bytes"] + ["pool_size"] * (self.pool_size is not None)
+        for option in sizes:
+            if not _is_whole(value := getattr(self, option)) or value < 1:
+                self._refuse(option, "must be a positive whole number", value)
+        for option in ("spares", "retries"):
+            if not _is_whole(value := getattr(self, option)) or value < 0:
+                self._refuse(option, "must be a whole number, 0 or more", value)
+
+    def _check_patterns(self) -> None:
+        for pattern in self.error_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ServerConfigError(
+                    f"`error_patterns` of server {self.name!r} must be regular expressions, got {pattern!r}: {error}. "
+                    f"Put a backslash before what is meant literally."
+                ) from error
 
     def _check_reset_tool(self) -> None:
         if self.reset_tool is None:
             return
-        if not isinstance(self.reset_tool, str) or not self.reset_tool:
+        if not is_texts([self.reset_tool]) or not self.reset_tool:
             self._refuse("reset_tool", "must be the name of a tool", self.reset_tool)
         if self.isolation == "shared":
             raise ServerConfigError(
@@ -210,13 +228,35 @@ class ServerConfig:
             `str`: The text, with `***` in place of every value of `env` and `headers` and of every value that was
             taken from the environment. Short values and existing paths are no secrets and stay.
         """
-        values = {*self.env.values(), *self.headers.values(), *self.secrets}
-        # "Bearer abc" is a header, but the server may well print "abc" alone.
-        values |= {value.partition(" ")[2] for value in self.headers.values()}
-        for value in sorted(values, key=len, reverse=True):
-            if len(value) >= MIN_SECRET_LENGTH and value in text and not os.path.exists(value):
-                text = text.replace(value, "***")
-        return text
+        return hidden(self._private_values, text)
+
+    def hide_secrets(self, value: Any) -> Any:
+        """
+        Hide this server's secrets in what a tool returned. Unlike [`redact`] it leaves what is probably none, so that
+        `CITY=Amsterdam` in `env` does not take that city out of every result.
+
+        Args:
+            value (`Any`):
+                A text, or JSON with texts in it.
+
+        Returns:
+            `Any`: The same, with `***` in place of the values of `headers`, and of those values of `env` and of the
+            environment whose name speaks of a secret (`key`, `token`, `pass`, ...) or that hold a password.
+        """
+        return hidden(self._secret_values, value)
+
+    @cached_property
+    def error_regexes(self) -> tuple[re.Pattern[str], ...]:
+        """The `error_patterns`, compiled."""
+        return tuple(re.compile(pattern) for pattern in self.error_patterns)
+
+    @cached_property
+    def _private_values(self) -> tuple[str, ...]:
+        return private_values([*self.env.items(), *self.secrets.items()], self.headers)
+
+    @cached_property
+    def _secret_values(self) -> tuple[str, ...]:
+        return secret_values([*self.env.items(), *self.secrets.items()], self.headers)
 
 
 OPTIONS = (
@@ -246,50 +286,20 @@ def is_texts(value: object, kind: type[Sequence[Any]] = Sequence) -> bool:
     return all(isinstance(item, str) for item in cast(Sequence[Any], value))
 
 
+def is_text_map(value: object) -> bool:
+    """Whether a value maps strings to strings."""
+    if not isinstance(value, Mapping):
+        return False
+    pairs = cast(Mapping[Any, Any], value)
+    return is_texts([*pairs.keys(), *pairs.values()])
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-_VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_]\w*)(?::-([^}]*))?\}|\$\{((?:command|config|input):[^}]*)\}")
-
-
-class Expander:
-    """
-    Replaces `${VAR}`, `${VAR:-default}` and `${env:VAR}` by the environment's values, and remembers which those were.
-
-    Args:
-        server (`str`):
-            Name of the server, for messages.
-    """
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-        self.values: set[str] = set()
-
-    def __call__(self, text: str, where: str) -> str:
-        def value(match: re.Match[str]) -> str:
-            name, default, other = match.groups()
-            if other is not None:
-                raise ServerConfigError(
-                    f"`{where}` of server {self._server!r} asks for `${{{other}}}`, which only editors can fill in. "
-                    f"Use an environment variable: `${{NAME}}`, `${{NAME:-default}}` or `${{env:NAME}}`."
-                )
-            found = os.environ.get(name)
-            if default is not None and not found:  # as in a shell, an empty variable takes the default too
-                return default
-            if found is None:
-                raise ServerConfigError(
-                    f"`{where}` of server {self._server!r} asks for the environment variable {name!r}, which is not "
-                    f"set. Set it, or give a default: `${{{name}:-default}}`."
-                )
-            self.values.add(found)
-            return found
-
-        return _VARIABLE.sub(value, text)
 
 
 def resolved_cwd(cwd: str | None, folder: Path | None) -> str | None:

@@ -1,11 +1,13 @@
 """Servers behind streamable HTTP: one pool of connections for all, and failures that stay with their call."""
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx2
+from mcp import MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR
 
@@ -14,7 +16,10 @@ from mcp_grpo.tools.framing import OVERSIZED
 
 
 TRANSPORT = "transport"
+UNSENT = "unsent"
+SESSION_ID = "mcp-session-id"
 NOTIFY_TIMEOUT = 5.0
+_LOST_SESSION = re.compile(rb"session|not initialized", re.IGNORECASE)
 _NOTIFICATION = b'"method":"notifications/'
 
 
@@ -31,32 +36,61 @@ def shared_connections() -> httpx2.AsyncHTTPTransport:
     return httpx2.AsyncHTTPTransport(retries=1, limits=limits)
 
 
-@asynccontextmanager
-async def connect_http(config: ServerConfig, connections: httpx2.AsyncBaseTransport) -> AsyncGenerator[Any, None]:
+class HttpTransport:
     """
-    Streams to an HTTP server.
+    One connection to an HTTP server.
 
     Args:
         config ([`ServerConfig`]):
             An HTTP server.
         connections (`httpx2.AsyncBaseTransport`):
             From [`shared_connections`].
-
-    Yields:
-        The pair of streams that `mcp.Client` takes for a transport.
     """
-    # Our own deadlines come first; this one only ends what nobody waits for any more.
-    timeout = httpx2.Timeout(min(30.0, config.connect_timeout), read=max(300.0, config.call_timeout + 10))
-    # Uncompressed, so that the limit on bytes is one on memory.
-    headers = {"accept-encoding": "identity", **config.headers}
-    transport = SoftTransport(connections, max_bytes=config.max_result_bytes)
-    streams: AbstractAsyncContextManager[Any]
-    async with httpx2.AsyncClient(transport=transport, headers=headers, timeout=timeout) as client:
-        streams = streamable_http_client(
-            config.url or "", http_client=client, max_sse_event_size=config.max_result_bytes
-        )
-        async with streams as pair:
-            yield pair
+
+    def __init__(self, config: ServerConfig, connections: httpx2.AsyncBaseTransport) -> None:
+        self._config = config
+        self._transport = SoftTransport(connections, max_bytes=config.max_result_bytes)
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the server has given out a session id, by which it tells its clients apart."""
+        return self._transport.has_session
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncGenerator[Any, None]:
+        """
+        Connect, and let go of the session on the way out.
+
+        Yields:
+            The pair of streams that `mcp.Client` takes for a transport.
+        """
+        config = self._config
+        # Our own deadlines come first; this one only ends what nobody waits for any more.
+        timeout = httpx2.Timeout(min(30.0, config.connect_timeout), read=max(300.0, config.call_timeout + 10))
+        # Uncompressed, so that the limit on bytes is one on memory.
+        headers = {"accept-encoding": "identity", **config.headers}
+        streams: AbstractAsyncContextManager[Any]
+        async with httpx2.AsyncClient(transport=self._transport, headers=headers, timeout=timeout) as client:
+            streams = streamable_http_client(
+                config.url or "", http_client=client, max_sse_event_size=config.max_result_bytes
+            )
+            async with streams as pair:
+                yield pair
+
+
+def is_unsent(error: MCPError) -> bool:
+    """
+    Whether an error reply says that the request never reached the server.
+
+    Args:
+        error (`mcp.MCPError`):
+            The error.
+
+    Returns:
+        `bool`: Whether it was [`SoftTransport`] that wrote it, because no connection came about.
+    """
+    data: Any = error.data
+    return isinstance(data, dict) and UNSENT in data
 
 
 class SoftTransport(httpx2.AsyncBaseTransport):
@@ -76,6 +110,8 @@ class SoftTransport(httpx2.AsyncBaseTransport):
     def __init__(self, connections: httpx2.AsyncBaseTransport, max_bytes: int) -> None:
         self._connections = connections
         self._max_bytes = max_bytes
+        self.has_session = False
+        """Whether a reply had a session id."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """
@@ -95,15 +131,21 @@ class SoftTransport(httpx2.AsyncBaseTransport):
             request.extensions = request.extensions | {"timeout": httpx2.Timeout(NOTIFY_TIMEOUT).as_dict()}
         try:
             response = await self._connections.handle_async_request(request)
+            self.has_session = self.has_session or SESSION_ID in response.headers
             if response.status_code < 400 and response.headers.get("content-type", "").startswith("text/event-stream"):
                 return response  # a stream that breaks is contained by the SDK
             body = await self._read(response)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            return _error_reply(request, CONNECTION_CLOSED, f"{type(error).__name__}: {error}", UNSENT)
         except httpx2.TransportError as error:
             return _error_reply(request, CONNECTION_CLOSED, f"{type(error).__name__}: {error}", TRANSPORT)
         if body is None:
             return _error_reply(
                 request, INTERNAL_ERROR, f"the result is larger than {self._max_bytes} bytes", OVERSIZED
             )
+        if SESSION_ID in request.headers and _is_lost_session(response.status_code, body):
+            # Refused before it was looked at, so that it may be sent again, on a new session.
+            return _error_reply(request, CONNECTION_CLOSED, "it does not know the session any more", UNSENT)
         if _is_refusal(response.status_code) and not _is_error_reply(body):
             return _error_reply(request, CONNECTION_CLOSED, _describe(response), TRANSPORT)
         return httpx2.Response(response.status_code, headers=response.headers, content=body, request=request)
@@ -123,8 +165,14 @@ class SoftTransport(httpx2.AsyncBaseTransport):
         return b"".join(pieces)
 
 
+def _is_lost_session(status: int, body: bytes) -> bool:
+    """Whether a request with a session id was refused because of it: the server has been restarted, or has cleaned up."""
+    # By the standard it is 404; servers made with the TypeScript SDK have several ways to say it with 400.
+    return status == 404 or (status == 400 and (not _is_error_reply(body) or _LOST_SESSION.search(body) is not None))
+
+
 def _is_refusal(status: int) -> bool:
-    # Others mean something to the SDK: 404 is a session that is gone, 400 and 405 tell an old server from a new one.
+    # Others mean something to the SDK: 400, 404 and 405 tell an old server from a new one.
     return status in (401, 403, 407, 408, 429) or status >= 500
 
 

@@ -10,7 +10,8 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from mcp_grpo.errors import ServerConfigError
-from mcp_grpo.tools.config import OPTIONS, Expander, ServerConfig, TransportKind, is_texts, resolved_cwd
+from mcp_grpo.tools.config import OPTIONS, ServerConfig, TransportKind, is_text_map, is_texts, resolved_cwd
+from mcp_grpo.tools.variables import Expander, read_variables, variables_for
 
 
 OPTIONS_KEY = "x-mcp-grpo"  # our options share one key, so that the same file works in other clients
@@ -35,9 +36,10 @@ def load_servers(servers: Servers) -> tuple[ServerConfig, ...]:
             Path to a JSON file, or its content: `{"mcpServers": {name: entry}}`, VS Code's `{"servers": {...}}`, or a
             bare map from name to entry. An entry has `command`, `args`, `env` and `cwd`, or `url` and `headers`, and
             optionally `type` (or `transport`); it may also be an `MCPServer` object, to be run in this process.
-            `${VAR}`, `${VAR:-default}` and `${env:VAR}` are expanded in these fields. Our own options are under the
-            key `"x-mcp-grpo"`; other unknown keys are left to the clients they are meant for. An entry with
-            `"disabled": true` is skipped. Configurations that are already read pass through.
+            `${VAR}`, `${VAR:-default}` and `${env:VAR}` are expanded in these fields, from the environment and from a file
+            `.env` beside the JSON file. `envFile` names a file of more variables for a stdio server; those in `env` come
+            first. Our own options are under the key `"x-mcp-grpo"`; other unknown keys are left to the clients they are
+            meant for. An entry with `"disabled": true` is skipped. Configurations that are already read pass through.
 
     Returns:
         `tuple[ServerConfig, ...]`: One configuration per server, in the order of the file.
@@ -121,11 +123,12 @@ def _entries(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _read_entries(entries: Mapping[str, Any], folder: Path | None) -> tuple[ServerConfig, ...]:
-    read = (_read_entry(name, entry, folder) for name, entry in entries.items())
+    variables = variables_for(folder)
+    read = (_read_entry(name, entry, variables, folder) for name, entry in entries.items())
     return tuple(config for config in read if config is not None)
 
 
-def _read_entry(name: str, entry: Any, folder: Path | None) -> ServerConfig | None:
+def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Path | None) -> ServerConfig | None:
     if isinstance(entry, (MCPServer, Server)):
         return ServerConfig(name=name, transport="in_process", server=cast(Any, entry))
     if not isinstance(entry, Mapping):
@@ -140,14 +143,14 @@ def _read_entry(name: str, entry: Any, folder: Path | None) -> ServerConfig | No
     transport = _transport(name, fields)
     if transport == "in_process":
         return ServerConfig(name=name, transport=transport, server=fields["server"], **options)
-    expand = Expander(name)
+    expand = Expander(name, variables, folder)
     if transport == "http":
         return ServerConfig(
             name=name,
             transport=transport,
             url=expand(_text(name, fields, "url"), "url"),
             headers=_texts(name, fields, "headers", expand),
-            secrets=frozenset(expand.values),
+            secrets=expand.values,
             **options,
         )
     args: Any = fields.get("args", [])
@@ -159,11 +162,18 @@ def _read_entry(name: str, entry: Any, folder: Path | None) -> ServerConfig | No
         transport=transport,
         command=expand(_text(name, fields, "command"), "command"),
         args=tuple(expand(arg, "args") for arg in args),
-        env=_texts(name, fields, "env", expand),
+        env=_env_file(name, fields, expand, folder) | _texts(name, fields, "env", expand),
         cwd=resolved_cwd(cwd, folder),
-        secrets=frozenset(expand.values),
+        secrets=expand.values,
         **options,
     )
+
+
+def _env_file(name: str, fields: Mapping[str, Any], expand: Expander, folder: Path | None) -> dict[str, str]:
+    if fields.get("envFile") is None:
+        return {}
+    path = (folder or Path()) / expand(_text(name, fields, "envFile"), "envFile")
+    return read_variables(path, f"`envFile` of server {name!r}")
 
 
 def _transport(name: str, fields: Mapping[str, Any]) -> TransportKind:
@@ -208,9 +218,9 @@ def _text(name: str, fields: Mapping[str, Any], key: str) -> str:
 
 def _texts(name: str, fields: Mapping[str, Any], key: str, expand: Expander) -> dict[str, str]:
     values: Any = fields.get(key) or {}
-    if not isinstance(values, Mapping) or not is_texts(list(cast(Mapping[str, Any], values).values())):
+    if not is_text_map(values):
         # The values stay out of the message: they are often secrets.
-        got = sorted(cast(Mapping[str, Any], values)) if isinstance(values, Mapping) else type(values).__name__
+        got = list(cast(Mapping[Any, Any], values)) if isinstance(values, Mapping) else type(values).__name__
         raise ServerConfigError(
             f"`{key}` of server {name!r} must map names to strings, got {got}. Quote numbers and booleans."
         )

@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from mcp import MCPError
 from mcp.types import (
     CONNECTION_CLOSED,
-    INVALID_REQUEST,
     PARSE_ERROR,
     AudioContent,
     BlobResourceContents,
@@ -30,30 +31,56 @@ NO_MESSAGE = "The tool reported an error without saying which."
 _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydantic\.dev/\S+")
 
 
-def observed(result: CallToolResult, *, server: str, seconds: float) -> ToolResult:
+def observed(result: CallToolResult, *, config: ServerConfig, seconds: float) -> ToolResult:
     """
     The tool result in a server's reply.
 
     Args:
         result (`mcp.types.CallToolResult`):
             The reply.
-        server (`str`):
-            Name of the server.
+        config ([`ServerConfig`]):
+            The server, for its secrets, which are hidden, and for how its errors look.
         seconds (`float`):
             How long it took.
 
     Returns:
         [`ToolResult`]: Its text holds the text parts and names the others, so that nothing is lost silently.
-        Structured content becomes the text only if there is no other part: servers send both, one repeating the other.
+        Structured content is added only if there is no text: servers send both, one repeating the other.
     """
-    text = "\n".join(_as_text(part) for part in result.content)
-    if not result.content and result.structured_content is not None:
-        text = json.dumps(result.structured_content, ensure_ascii=False)
+    parts = [_as_text(part) for part in result.content]
+    has_text = any(isinstance(part, TextContent) and part.text for part in result.content)
+    if not has_text and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    text = "\n".join(parts)
     kind = ResultKind.OK
-    if result.is_error:
+    if result.is_error or any(regex.search(text) for regex in config.error_regexes):
         kind = ResultKind.TOOL_ERROR
         text = _DOCS_LINK.sub("", text) or NO_MESSAGE
-    return ToolResult(text=text, kind=kind, structured=result.structured_content, server=server, seconds=seconds)
+    return ToolResult(
+        text=config.hide_secrets(text),
+        kind=kind,
+        structured=config.hide_secrets(result.structured_content),
+        server=config.name,
+        seconds=seconds,
+    )
+
+
+def with_repairs(result: ToolResult, repairs: Sequence[str]) -> ToolResult:
+    """
+    A result that says what was mended in the arguments before the call.
+
+    Args:
+        result ([`ToolResult`]):
+            What came back.
+        repairs (`Sequence[str]`):
+            What was mended, one clause each.
+
+    Returns:
+        [`ToolResult`]: The same, with a note for the policy before its text; as it is, if nothing was mended.
+    """
+    if not repairs:
+        return result
+    return replace(result, text=f"Note: {'; '.join(repairs)}.\n{result.text}", repairs=tuple(repairs))
 
 
 def observed_error(error: MCPError, config: ServerConfig) -> tuple[ResultKind | None, str]:
@@ -81,8 +108,6 @@ def observed_error(error: MCPError, config: ServerConfig) -> tuple[ResultKind | 
         return ResultKind.SERVER_ERROR, f"The server {config.name!r} failed: {error.message}"
     if error.code == CONNECTION_CLOSED and error.message == "Connection closed":
         return None, ""
-    if is_http and error.code == INVALID_REQUEST and error.message.startswith("Session "):
-        return None, ""  # it has been restarted, and does not know us any more
     return ResultKind.TOOL_ERROR, error.message or NO_MESSAGE
 
 

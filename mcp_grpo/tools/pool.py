@@ -1,9 +1,12 @@
 """The open servers of a run, and one trajectory's use of them."""
 
+import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,10 +15,14 @@ import httpx2
 import mcp.types as types
 from anyio.abc import TaskGroup
 
-from mcp_grpo.errors import CatalogError, ToolServerError, boundary
+from mcp_grpo.errors import CatalogError, ToolServerError
+from mcp_grpo.tools.cassette import Cassette
 from mcp_grpo.tools.catalog import Catalog, Tool, nearest_first
 from mcp_grpo.tools.http import shared_connections
+from mcp_grpo.tools.isolation import open_server
 from mcp_grpo.tools.loading import Servers, load_servers
+from mcp_grpo.tools.observation import with_repairs
+from mcp_grpo.tools.seat import Seat
 from mcp_grpo.tools.server import OpenServer
 from mcp_grpo.types import ResultKind, Task, ToolCall, ToolResult
 
@@ -31,8 +38,10 @@ class ToolPool:
     out. Enter and leave it in the same task; any task of that event loop may call.
 
     Args:
-        servers (`str`, `Path`, `Mapping[str, Any]` or `Sequence[ServerConfig]`):
-            What [`load_servers`] takes.
+        servers (`str`, `Path`, `Mapping[str, Any]` or `Sequence[ServerConfig]`, *optional*):
+            What [`load_servers`] takes. Only a cassette that answers by itself can do without.
+        cassette ([`Cassette`], *optional*):
+            Records the calls, or answers them.
 
     Example:
 
@@ -43,8 +52,11 @@ class ToolPool:
     ```
     """
 
-    def __init__(self, servers: Servers) -> None:
-        self.configs = load_servers(servers)
+    def __init__(self, servers: Servers | None, cassette: Cassette | None = None) -> None:
+        self._cassette = cassette
+        self._is_replayed = cassette is not None and not cassette.needs_servers
+        self.configs = () if servers is None and self._is_replayed else load_servers(servers or {})
+        self._num_leases: Counter[str] = Counter()  # by task, for the recording
         self._catalog: Catalog | None = None
         self._servers: dict[str, OpenServer] = {}
         self._tasks: TaskGroup | None = None
@@ -62,7 +74,13 @@ class ToolPool:
             raise RuntimeError("A pool is opened once. Make a new `ToolPool`.")
         self._tasks = await anyio.create_task_group().__aenter__()
         try:
-            self._catalog = Catalog.from_servers(await self._open_all(self._tasks))
+            if self._cassette is not None and self._is_replayed:
+                listed = self._cassette.listed
+            else:
+                listed = await self._open_all(self._tasks)
+            self._catalog = Catalog.from_servers(listed, self.configs)
+            if self._cassette is not None:
+                self._cassette.open(listed, self.configs, self._catalog.hash)
         except BaseException:
             await self._close_all()
             raise
@@ -73,52 +91,60 @@ class ToolPool:
     ) -> None:
         await self._close_all()
 
-    async def call(self, call: ToolCall, *, tools: Sequence[Tool] | None = None) -> ToolResult:
+    async def call(self, call: ToolCall) -> ToolResult:
         """
-        Call a tool. Whatever goes wrong with the call, the tool or the server is a result, never an exception.
+        Call any tool, as a trajectory of its own. Use [`lease`] for calls that belong together.
 
         Args:
             call ([`ToolCall`]):
-                What the policy asked for.
-            tools (`Sequence[Tool]`, *optional*):
-                The only tools that may be called. `None` stands for all.
+                What to call.
 
         Returns:
             [`ToolResult`]: What came back; its `kind` says whose doing a failure is.
         """
-        tools = self.catalog.tools if tools is None else tools
-        tool = next((tool for tool in tools if tool.name == call.name), None)
-        if tool is None:
-            names = nearest_first(str(call.name), [tool.name for tool in tools])
-            return ToolResult(
-                text=f"There is no tool `{call.name}`. The tools are: {names}.", kind=ResultKind.UNKNOWN_TOOL
-            )
-        arguments: Any = call.arguments
-        if not isinstance(arguments, Mapping):
-            text = f"the arguments must be an object, got {type(arguments).__name__}; {tool.usage}"
-            return ToolResult(text=text, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
+        servers = {tool.server for tool in self.catalog.tools if tool.name == call.name}
         try:
-            with boundary(ToolServerError, f"Calling {call.name!r}"):
-                if (refusal := tool.refusal(call.arguments)) is not None:
-                    return ToolResult(text=refusal, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
-                return await self._servers[tool.server].call(tool, call.arguments)
+            async with self._seats(servers, "") as seats:
+                return await Lease(self.catalog.tools, seats).call(call)
         except ToolServerError as error:
-            logger.warning("%s", error)
-            return ToolResult(text=str(error), kind=ResultKind.SERVER_ERROR, server=tool.server)
+            return _failed(error, next(iter(servers), None))
 
     @asynccontextmanager
     async def lease(self, task: Task) -> AsyncGenerator["Lease", None]:
         """
-        One trajectory's use of the pool.
+        One trajectory's use of the pool. Where a server has sessions to lend, this waits for one; leaving gives it back.
 
         Args:
             task ([`Task`]):
-                The task of the trajectory. Raises [`CatalogError`] if it names a server or tool that does not exist.
+                The task of the trajectory. Raises [`CatalogError`] if it names a server or tool that does not exist, and
+                [`ToolServerError`] if a server that lends sessions has none and cannot start any.
 
         Yields:
             [`Lease`]: What the trajectory may call.
         """
-        yield Lease(self, self.catalog.tools_for(task))
+        tools = self.catalog.tools_for(task)
+        async with self._seats({tool.server for tool in tools}, task.task_id) as seats:
+            yield Lease(tools, seats)
+
+    @asynccontextmanager
+    async def _seats(self, servers: Collection[str], task_id: str) -> AsyncGenerator[dict[str, Seat], None]:
+        """A seat at each server. Always in the same order, or two trajectories could wait for each other."""
+        trajectory_id = uuid.uuid4().hex
+        attempt, calls = self._num_leases[task_id], itertools.count()
+        self._num_leases[task_id] += 1
+        seats: dict[str, Seat] = {}
+        async with AsyncExitStack() as stack:
+            for name in self.catalog.servers:
+                if name not in servers:
+                    continue
+                seat = None
+                if not self._is_replayed:
+                    seat = await stack.enter_async_context(self._servers[name].seat(trajectory_id))
+                if self._cassette is not None:
+                    seat = self._cassette.seat(name, seat, task_id, attempt, calls)
+                assert seat is not None
+                seats[name] = seat
+            yield seats
 
     async def _open_all(self, tasks: TaskGroup) -> dict[str, tuple[types.Tool, ...]]:
         if any(config.transport == "http" for config in self.configs):
@@ -134,7 +160,7 @@ class ToolPool:
                 failures[server.config.name] = error
 
         for config in self.configs:
-            self._servers[config.name] = OpenServer(config, tasks, spawning, self._connections)
+            self._servers[config.name] = open_server(config, tasks, spawning, self._connections)
         async with anyio.create_task_group() as opening:
             for server in self._servers.values():
                 opening.start_soon(open_one, server)
@@ -155,6 +181,8 @@ class ToolPool:
                     closing.start_soon(server.close)
             if self._connections is not None:
                 await self._connections.aclose()
+            if self._cassette is not None:
+                self._cassette.close()
         # What sessions are left by now is not orderly any more. The error that may be under way is not passed on: the
         # task group would wrap it into an exception group.
         self._tasks.cancel_scope.cancel()
@@ -166,28 +194,48 @@ class Lease:
     One trajectory's use of a pool.
 
     Args:
-        pool ([`ToolPool`]):
-            The pool.
         tools (`tuple[Tool, ...]`):
             The only tools the trajectory may call.
+        seats (`Mapping[str, Seat]`):
+            Where calls go, for each server of these tools.
     """
 
-    def __init__(self, pool: ToolPool, tools: tuple[Tool, ...]) -> None:
-        self._pool = pool
+    def __init__(self, tools: tuple[Tool, ...], seats: Mapping[str, Seat]) -> None:
         self.tools = tools
+        self._by_name = {tool.name: tool for tool in tools}
+        self._seats = seats
 
     async def call(self, call: ToolCall) -> ToolResult:
         """
-        Call one tool.
+        Call one tool. Whatever goes wrong with the call, the tool or the server is a result, never an exception.
 
         Args:
             call ([`ToolCall`]):
                 What the policy asked for.
 
         Returns:
-            [`ToolResult`]: What came back, error or not.
+            [`ToolResult`]: What came back; its `kind` says whose doing a failure is.
         """
-        return await self._pool.call(call, tools=self.tools)
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            names = nearest_first(str(call.name), self._by_name)
+            text = f"There is no tool `{call.name}`. The tools are: {names}."
+            return ToolResult(text=text, kind=ResultKind.UNKNOWN_TOOL)
+        arguments: Any = call.arguments
+        if not isinstance(arguments, Mapping):
+            text = f"the arguments must be an object, got {type(arguments).__name__}; {tool.usage}"
+            return ToolResult(text=text, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
+        try:
+            prepared = tool.prepare(call.arguments)
+            if prepared.refusal is not None:
+                return ToolResult(text=prepared.refusal, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
+            result = await self._seats[tool.server].call(tool, prepared.arguments)
+            return with_repairs(result, prepared.repairs) if prepared.repairs else result
+        except ToolServerError as error:
+            return _failed(error, tool.server)
+        except Exception as error:  # a bug of ours, or of a library; it must not take the other trajectories down
+            logger.exception("Calling %r failed in a way that was not foreseen.", call.name)
+            return _failed(ToolServerError(f"{type(error).__name__}: {error}"), tool.server)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """
@@ -200,6 +248,8 @@ class Lease:
         Returns:
             `list[ToolResult]`: One result per call, in the order of the calls.
         """
+        if len(calls) == 1:
+            return [await self.call(calls[0])]
         results: dict[int, ToolResult] = {}
 
         async def run(index: int, call: ToolCall) -> None:
@@ -209,3 +259,8 @@ class Lease:
             for index, call in enumerate(calls):
                 tasks.start_soon(run, index, call)
         return [results[index] for index in range(len(calls))]
+
+
+def _failed(error: ToolServerError, server: str | None) -> ToolResult:
+    logger.debug("%s", error)  # what broke was reported where it broke; this is once more for each call
+    return ToolResult(text=str(error), kind=ResultKind.SERVER_ERROR, server=server)

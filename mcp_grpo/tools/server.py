@@ -1,39 +1,44 @@
-"""One server of a pool, whatever sessions that takes."""
+"""One server of a pool: its sessions are started within limits, and started anew when they end."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 import httpx2
 import mcp.types as types
 from anyio.abc import TaskGroup
 
-from mcp_grpo.errors import CatalogError, ToolServerError
-from mcp_grpo.tools.catalog import Tool, nearest_first
+from mcp_grpo.errors import ToolServerError
+from mcp_grpo.tools.breaker import Breaker
+from mcp_grpo.tools.call_queue import CallQueue
+from mcp_grpo.tools.catalog import catalog_changes, offered_tools
 from mcp_grpo.tools.config import ServerConfig
-from mcp_grpo.tools.session import Session, SessionEndedError
-from mcp_grpo.types import ToolResult
+from mcp_grpo.tools.seat import Seat
+from mcp_grpo.tools.session import Handshake, Session
 
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS_PER_CALL = 10  # that a call may see die while it queues
 
-
-class OpenServer:
+class OpenServer(ABC):
     """
-    One server of a pool, with a session that is replaced when it dies.
+    One server of a pool, with as many sessions as its configuration asks for.
+
+    Each session has a keeper, a task that starts the next one when it ends; what a session is used for, and for how long,
+    is up to the subclass, one for each isolation. Sessions that are free are in `queue`.
 
     Args:
         config ([`ServerConfig`]):
             The server.
         tasks (`TaskGroup`):
-            Where its sessions run.
+            Where its sessions and keepers run.
         spawning (`CapacityLimiter`):
-            Limits how many servers are started at a time.
+            Limits how many processes are started at a time.
         connections (`httpx2.AsyncBaseTransport`, *optional*):
             Connections of HTTP servers.
+        max_inflight (`int`):
+            How many places of a session `queue` gives out at a time.
     """
 
     def __init__(
@@ -42,93 +47,130 @@ class OpenServer:
         tasks: TaskGroup,
         spawning: anyio.CapacityLimiter,
         connections: httpx2.AsyncBaseTransport | None,
+        *,
+        max_inflight: int,
     ) -> None:
         self.config = config
+        self.breaker = Breaker(config.name)
+        self.queue = CallQueue(max_inflight)
+        self.num_starts = 0
+        """How many sessions were opened so far, the first ones included."""
         self._tasks = tasks
         self._spawning = spawning
         self._connections = connections
-        self._session: Session | None = None
-        self._opening = anyio.Lock()
+        self._sessions: set[Session] = set()
+        self._handshake: Handshake | None = None
+        self._listed: tuple[types.Tool, ...] | None = None
         self._is_closed = False
-        self._num_attempts = 0
-        self._last_error: ToolServerError | None = None
-        self._tools: tuple[types.Tool, ...] | None = None
 
     async def open(self) -> tuple[types.Tool, ...]:
         """
-        Open the first session.
+        Open the first session, and let the others follow.
 
         Returns:
-            `tuple[mcp.types.Tool, ...]`: The tools that the configuration allows.
+            `tuple[mcp.types.Tool, ...]`: The tools that the configuration allows. Raises [`ToolServerError`] if the session
+            cannot be opened, at once and without a second try: at the start of a run it is the configuration that is wrong.
         """
-        session = await self._live_session()
-        allowed = self.config.allowed_tools
-        if allowed is None:
-            return session.tools
-        offered = [tool.name for tool in session.tools]
-        for name in allowed:
-            if name not in offered:
-                raise CatalogError(
-                    f"`allowed_tools` of server {self.config.name!r} names {name!r}, which it does not offer. "
-                    f"Its tools are {nearest_first(name, offered)}."
-                )
-        return tuple(tool for tool in session.tools if tool.name in allowed)
+        session = await self._start()
+        tools = offered_tools(self.config, session.tools)
+        self._tasks.start_soon(self._keep, session)
+        for _ in range(self.config.num_sessions - 1):
+            self._tasks.start_soon(self._keep, None)
+        return tools
 
-    async def call(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    @abstractmethod
+    def seat(self, trajectory_id: str) -> AbstractAsyncContextManager[Seat]:
         """
-        Call a tool, on a new session if the old one has died.
+        One trajectory's use of the server.
 
         Args:
-            tool ([`Tool`]):
-                A tool of this server.
-            arguments (`Mapping[str, Any]`):
-                Its arguments.
+            trajectory_id (`str`):
+                Tells trajectories apart.
 
         Returns:
-            [`ToolResult`]: Whatever became of it. Raises [`ToolServerError`] if the server cannot be opened again.
+            An async context manager that yields the [`Seat`]. Entering it may wait for others to leave, and raises
+            [`ToolServerError`] if there is no session and will be none soon.
         """
-        for _ in range(MAX_SESSIONS_PER_CALL):
-            session = await self._live_session()
-            try:
-                return await session.call(tool.tool, arguments, self.config.call_timeout)
-            except SessionEndedError:  # it died while this call was queueing; nothing was sent, so this is no retry
-                continue
-        raise ToolServerError(f"The server {self.config.name!r} keeps ending before a call can be sent to it.")
 
     async def close(self) -> None:
-        """Close the session, for good."""
+        """Close all sessions, for good."""
         self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        self.queue.close(ToolServerError(f"The server {self.config.name!r} cannot be called: its pool is closed."))
+        async with anyio.create_task_group() as closing:
+            for session in list(self._sessions):
+                closing.start_soon(session.close)
 
-    async def _live_session(self) -> Session:
-        if self._session is not None and self._session.is_alive:
-            return self._session
-        num_attempts = self._num_attempts
-        async with self._opening:
-            if self._session is not None and self._session.is_alive:
-                return self._session
-            if self._num_attempts > num_attempts and self._last_error is not None:
-                # Another call tried while this one waited. Trying once per waiting call would add up to hours.
-                raise ToolServerError(str(self._last_error))
-            if self._is_closed:
-                raise ToolServerError(f"The server {self.config.name!r} cannot be called: its pool is closed.")
-            self._session = session = Session(self.config, self._connections)
-            self._num_attempts += 1
-            try:
-                async with self._spawning:
-                    await session.open(self._tasks)
-            except ToolServerError as error:
-                self._last_error = error
-                raise
-            self._last_error = None
-            self._compare(session.tools)
-            return session
+    async def acquire(self, key: str) -> Session:
+        """
+        Wait for a place on a session that is alive. It must be given back by `queue.release`.
+
+        Args:
+            key (`str`):
+                The trajectory it is for.
+
+        Returns:
+            [`Session`]: The session. Raises [`ToolServerError`] if there is none, and will be none soon.
+        """
+        while not (session := await self.queue.acquire(key)).is_alive:
+            self.queue.remove(session)
+        return session
+
+    @abstractmethod
+    async def _use(self, session: Session) -> None:
+        """Put an open session to use; return when another one has to take its place."""
+
+    async def _keep(self, session: Session | None) -> None:
+        """Always have a session in use, starting with this one."""
+        while not self._is_closed:
+            if session is None and (session := await self._start_again()) is None:
+                continue
+            if not self._is_closed:
+                await self._use(session)
+            if not session.was_closed and not session.has_answered:
+                error = ToolServerError(session.obituary)
+                self.breaker.broke(error)
+                self._report(error)
+            self._tasks.start_soon(self._end, session)
+            session = None
+
+    async def _start(self) -> Session:
+        session = Session(self.config, self._connections, self._handshake, self._compare)
+        self._sessions.add(session)
+        try:
+            await session.open(self._tasks, self._spawning)
+        except BaseException:
+            self._sessions.discard(session)
+            raise
+        self._handshake = session.handshake
+        self.num_starts += 1
+        self._compare(session.tools)
+        return session
+
+    async def _start_again(self) -> Session | None:
+        try:
+            async with self.breaker.attempt():
+                return await self._start()
+        except ToolServerError as error:
+            self._report(error)
+            return None
+
+    def _report(self, error: ToolServerError) -> None:
+        """Say what broke: in one line for a hiccup, and one for an outage, which those who wait need not wait out."""
+        if (reason := self.breaker.error) is not None:
+            self.queue.fail(reason)
+        if reason is not None or self.breaker.num_failures == 1:
+            logger.warning("%s", reason or error)
+
+    async def _end(self, session: Session) -> None:
+        await session.close()
+        self._sessions.discard(session)
 
     def _compare(self, tools: tuple[types.Tool, ...]) -> None:
-        if self._tools is not None and self._tools != tools:
+        """Report once what has changed since the run began; prompts and checks stay as they were."""
+        self._listed = self._listed or tools
+        if tools != self._listed and (changes := catalog_changes(self._listed, tools)):
             logger.warning(
-                "The server %r offers other tools than at the start of the run; prompts still show the first ones.",
+                "The tools of server %r have changed: %s. The run goes on with those it began with.",
                 self.config.name,
+                "; ".join(changes),
             )
-        self._tools = self._tools or tools

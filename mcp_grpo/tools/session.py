@@ -1,12 +1,14 @@
 """One connection to one server: opened and closed by its own task, never raising for what a server does."""
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import httpx2
 import mcp.types as types
 from anyio.abc import TaskGroup
@@ -14,7 +16,7 @@ from mcp import Client, MCPError
 
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.config import ServerConfig
-from mcp_grpo.tools.http import connect_http
+from mcp_grpo.tools.http import HttpTransport, is_unsent
 from mcp_grpo.tools.observation import observed, observed_error
 from mcp_grpo.tools.stdio import StdioTransport
 from mcp_grpo.types import ResultKind, ToolResult
@@ -24,22 +26,34 @@ logger = logging.getLogger(__name__)
 
 MAX_PAGES = 100  # of a tool listing
 CLOSE_TIMEOUT = 5.0  # for an orderly end, and once more for a forced one
-LAST_WORDS_TIMEOUT = 1.0
-MAX_SILENT_TIMEOUTS = 3  # deadlines missed in a row, with no reply to any call in between
+LAST_WORDS_TIMEOUT = 0.5
+SPAWN_TIME = 10.0  # seconds of CPU work that starting may take before the next server may start, too
+MAX_STRIKES = 3  # deadlines missed in a row, with no reply to any call in between
+
+ToolsChanged = Callable[[tuple[types.Tool, ...]], None]
 
 
-class SessionEndedError(ToolServerError):
-    """The session was over before the call was sent, so that another session may safely be given it."""
+class NotSentError(ToolServerError):
+    """The call was not sent, so that another session may safely be given it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """What a first session found out about a server, which spares later ones the probe for its protocol."""
+
+    mode: str
+    discovered: types.DiscoverResult | None = None
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request under way."""
+    """One request under way; it has no outcome yet, or none in time."""
 
     request: types.CallToolRequest
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    done: anyio.Event = field(default_factory=anyio.Event)
     outcome: types.CallToolResult | Exception | None = None
+
+
+_CLOSED = MCPError(code=types.CONNECTION_CLOSED, message="Connection closed")
 
 
 class Session:
@@ -53,41 +67,76 @@ class Session:
             The server.
         connections (`httpx2.AsyncBaseTransport`, *optional*):
             Connections to use, for an HTTP server.
+        handshake ([`Handshake`], *optional*):
+            That of an earlier session with the same server.
+        on_change (`Callable`, *optional*):
+            Called with the new list when the server says that its tools have changed.
     """
 
-    def __init__(self, config: ServerConfig, connections: httpx2.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        connections: httpx2.AsyncBaseTransport | None = None,
+        handshake: Handshake | None = None,
+        on_change: ToolsChanged | None = None,
+    ) -> None:
         self._config = config
-        self._connections = connections
         self._stdio = StdioTransport(config) if config.transport == "stdio" else None
-        self._gate = anyio.CapacityLimiter(config.max_inflight)
+        self._http = HttpTransport(config, connections) if connections and config.transport == "http" else None
+        self._on_change = on_change
         self._client: Client | None = None
         self._exchanges: TaskGroup | None = None
         self._scope = anyio.CancelScope()
+        self._is_started = False
         self._settled = anyio.Event()  # open, or failed to open
-        self._stopping = anyio.Event()
         self._finished = anyio.Event()
         self._failure: BaseException | None = None
-        self._num_silent_timeouts = 0
+        self._num_strikes = 0
+        self.handshake = handshake or Handshake(_first_mode(config))
+        """What the session knows about the server's protocol."""
         self.tools: tuple[types.Tool, ...] = ()
         """What the server offered when the session was opened."""
+        self.ended = anyio.Event()
+        """Set when no more calls can be sent."""
+        self.was_closed = False
+        """Whether it was ended by [`close`], and not by the server or by its silence."""
+        self.has_answered = False
+        """Whether the server has answered a call."""
 
     @property
     def is_alive(self) -> bool:
         """Whether a call can be sent."""
-        has_ended = self._stdio is not None and self._stdio.is_ended
-        return self._exchanges is not None and not self._stopping.is_set() and not has_ended
+        has_ended = self.ended.is_set() or (self._stdio is not None and self._stdio.ended.is_set())
+        return self._exchanges is not None and not has_ended
 
-    async def open(self, tasks: TaskGroup) -> None:
+    @property
+    def obituary(self) -> str:
+        """How the session ended, with the end of the error output of a process that did."""
+        if self.was_closed:
+            return f"The session with server {self._config.name!r} was closed."
+        if self._stdio is not None and not self._stdio.ended.is_set():
+            return f"The server {self._config.name!r} did not react any more."
+        return self._config.redact(f"The server {self._config.name!r} ended the connection.{self._last_words()}")
+
+    async def open(self, tasks: TaskGroup, spawning: anyio.CapacityLimiter | None = None) -> None:
         """
         Connect and list the tools. Raises [`ToolServerError`] if that cannot be done in time.
 
         Args:
             tasks (`TaskGroup`):
                 Where the session's own task runs. It must outlive the session.
+            spawning (`CapacityLimiter`, *optional*):
+                Limits how many processes are started at a time. Waiting for it does not count.
         """
-        tasks.start_soon(self._own)
+        timeout = self._config.connect_timeout
         try:
-            with anyio.move_on_after(self._config.connect_timeout):
+            async with spawning if spawning is not None and self._stdio is not None else nullcontext():
+                deadline = anyio.current_time() + timeout
+                tasks.start_soon(self._own)
+                self._is_started = True
+                with anyio.move_on_after(min(SPAWN_TIME, timeout)):
+                    await self._settled.wait()
+            with anyio.move_on_after(max(0.0, deadline - anyio.current_time())):
                 await self._settled.wait()
         except BaseException:
             self._scope.cancel()  # its task cleans up by itself
@@ -105,7 +154,10 @@ class Session:
             force (`bool`, *optional*, defaults to `False`):
                 Whether to skip the orderly end.
         """
-        self._stopping.set()
+        self.was_closed = self.was_closed or not self.ended.is_set()
+        self.ended.set()
+        if not self._is_started:
+            return
         with anyio.CancelScope(shield=True):
             if not force:
                 with anyio.move_on_after(CLOSE_TIMEOUT):
@@ -116,7 +168,9 @@ class Session:
         if not self._finished.is_set():
             logger.warning("The server %r did not let go of its session in time.", self._config.name)
 
-    async def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> ToolResult:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], timeout: float, meta: Mapping[str, Any] | None = None
+    ) -> ToolResult:
         """
         Call a tool.
 
@@ -126,92 +180,120 @@ class Session:
             arguments (`Mapping[str, Any]`):
                 Its arguments.
             timeout (`float`):
-                Deadline in seconds, from the moment the call is sent.
+                Deadline in seconds.
+            meta (`Mapping[str, Any]`, *optional*):
+                Sent along as `_meta`, which tools can read and the policy does not see.
 
         Returns:
-            [`ToolResult`]: Whatever became of it. Raises only [`SessionEndedError`], and only if nothing was sent.
+            [`ToolResult`]: Whatever became of it. Raises only [`NotSentError`], and only if nothing was sent.
         """
-        async with self._gate:
-            if not self.is_alive or self._exchanges is None:
-                raise SessionEndedError(f"The session with server {self._config.name!r} is over.")
-            params = types.CallToolRequestParams(name=name, arguments=dict(arguments))
-            exchange = _Exchange(types.CallToolRequest(params=params))
-            start = anyio.current_time()
-            # In a task of the session, not of the caller: when cancelled, the SDK may wait seconds to say so to the
-            # server, and a plain function of an in-process server cannot be interrupted at all. The caller only waits
-            # for an event, so its deadline holds to the letter.
-            self._exchanges.start_soon(self._run, exchange)
-            try:
-                with anyio.move_on_after(timeout):
-                    await exchange.done.wait()
-            finally:
-                exchange.scope.cancel()
-            seconds = anyio.current_time() - start
-        if not exchange.done.is_set():
+        if not self.is_alive:
+            raise NotSentError(f"The session with server {self._config.name!r} is over.")
+        params = types.CallToolRequestParams(name=name, arguments=dict(arguments), _meta=cast(Any, meta))
+        exchange = _Exchange(types.CallToolRequest(params=params))
+        start = time.monotonic()
+        if self._stdio is not None:
+            # Writing to our own transport never blocks, so that the SDK's clock is exact, and so is its cancelling.
+            await self._run(exchange, timeout)
+        else:
+            await self._run_apart(exchange, timeout)
+        seconds = time.monotonic() - start
+        if exchange.outcome is None or _is_timeout(exchange.outcome, seconds, timeout):
             return self._timed_out(timeout, seconds)
-        self._num_silent_timeouts = 0
+        self._num_strikes = 0
         result = self._as_result(exchange.outcome, seconds)
-        return result if result is not None else await self._ended(seconds)
+        return result if result is not None else await self._broken_off(seconds)
 
-    async def _run(self, exchange: _Exchange) -> None:
+    async def _run(self, exchange: _Exchange, timeout: float | None = None) -> None:
         assert self._client
         try:
-            with exchange.scope:
-                # Not `call_tool`: that checks results against the tool's output schema, and raises for a mismatch that
-                # the policy could well have read.
-                exchange.outcome = await self._client.session.send_request(exchange.request, types.CallToolResult)
-        except Exception as error:  # belongs to the caller; raised here it would end the session and all its calls
+            # Not `call_tool`: that checks results against the tool's output schema, and raises for a mismatch that the
+            # policy could well have read.
+            exchange.outcome = await self._client.session.send_request(
+                exchange.request, types.CallToolResult, request_read_timeout_seconds=timeout
+            )
+        except (
+            Exception
+        ) as error:  # belongs to the caller; raised in a task it would end the session and all its calls
             exchange.outcome = error
+
+    async def _run_apart(self, exchange: _Exchange, timeout: float) -> None:
+        """Run in a task of the session, so that the caller's deadline holds to the letter."""
+        assert self._exchanges
+        # When cancelled, the SDK may wait seconds to say so to an HTTP server, and a plain function of an in-process
+        # server cannot be interrupted at all. The caller only waits for an event.
+        done, scope = anyio.Event(), anyio.CancelScope()
+
+        async def run() -> None:
+            try:
+                with scope:
+                    await self._run(exchange)
+            finally:
+                if self.ended.is_set() and exchange.outcome is None:
+                    exchange.outcome = _CLOSED
+                done.set()
+
+        self._exchanges.start_soon(run)
+        try:
+            with anyio.move_on_after(timeout):
+                await done.wait()
         finally:
-            exchange.done.set()
+            scope.cancel()
 
     def _timed_out(self, timeout: float, seconds: float) -> ToolResult:
-        self._num_silent_timeouts += 1
-        is_mute = self._num_silent_timeouts >= MAX_SILENT_TIMEOUTS
-        if self._stdio is not None and (is_mute or self._stdio.is_stuck):
-            # A process that reads nothing, or says nothing, would fail every trajectory from here on.
-            logger.warning("The server %r does not react any more; the next call starts it anew.", self._config.name)
-            self._stopping.set()
+        self._num_strikes += 1
+        is_stuck = self._stdio is not None and self._stdio.is_stuck
+        if is_stuck or (self._num_strikes >= MAX_STRIKES and self._config.transport != "in_process"):
+            # A server that reads nothing, or says nothing, would fail every trajectory from here on.
+            logger.warning("The server %r does not react any more; its session is replaced.", self._config.name)
+            self.ended.set()
         return self._result(f"The server did not answer within {timeout:g} s.", ResultKind.TIMEOUT, seconds)
 
-    def _as_result(self, outcome: types.CallToolResult | Exception | None, seconds: float) -> ToolResult | None:
+    def _as_result(self, outcome: types.CallToolResult | Exception, seconds: float) -> ToolResult | None:
         """What the outcome is to the policy; `None` if the session ended first."""
         match outcome:
             case types.CallToolResult():
-                return observed(outcome, server=self._config.name, seconds=seconds)
+                self.has_answered = True
+                return observed(outcome, config=self._config, seconds=seconds)
+            case MCPError() if is_unsent(outcome):
+                self.ended.set()  # nothing listens there; whoever opens the next session waits until something does
+                raise NotSentError(f"The server {self._config.name!r} could not be reached: {outcome.message}")
             case MCPError():
                 kind, text = observed_error(outcome, self._config)
+                self.has_answered = self.has_answered or kind is ResultKind.TOOL_ERROR
                 return None if kind is None else self._result(text, kind, seconds)
-            case None:
-                return None
             case ValueError():  # pydantic's: the reply is not what the protocol says
                 text = f"The server {self._config.name!r} answered with something that is not a tool result."
                 logger.warning("%s %s", text, outcome)
                 return self._result(text, ResultKind.SERVER_ERROR, seconds)
             case _:
-                self._stopping.set()
+                self.ended.set()
                 text = f"The server {self._config.name!r} failed: {type(outcome).__name__}: {outcome}"
                 return self._result(text, ResultKind.SERVER_ERROR, seconds)
 
-    async def _ended(self, seconds: float) -> ToolResult:
-        self._stopping.set()
+    async def _broken_off(self, seconds: float) -> ToolResult:
+        self.ended.set()
         with anyio.move_on_after(LAST_WORDS_TIMEOUT):  # the end of the output comes before the exit code and stderr
             await self._finished.wait()
-        text = f"The server {self._config.name!r} ended the connection during the call.{self._last_words()}"
-        return self._result(text, ResultKind.SERVER_ERROR, seconds)
+        return self._result(self.obituary, ResultKind.SERVER_ERROR, seconds)
 
     def _result(self, text: str, kind: ResultKind, seconds: float) -> ToolResult:
-        return ToolResult(text=self._config.redact(text), kind=kind, server=self._config.name, seconds=seconds)
+        # What the policy reads is ordinary text, and hides only what is plainly secret; the rest is for logs.
+        hide = self._config.hide_secrets if kind is ResultKind.TOOL_ERROR else self._config.redact
+        return ToolResult(text=hide(text), kind=kind, server=self._config.name, seconds=seconds)
 
     def _connect(self) -> AbstractAsyncContextManager[Client]:
-        config = self._config
-        if self._stdio is not None:
-            return Client(self._stdio.connect(), mode=config.protocol, cache=None)
-        if config.transport == "http":
-            assert self._connections is not None
-            return Client(connect_http(config, self._connections), mode=config.protocol, cache=None)
-        assert config.server is not None
-        return Client(config.server, mode=config.protocol, cache=None)
+        transport = (
+            self._stdio.connect() if self._stdio else self._http.connect() if self._http else self._config.server
+        )
+        assert transport is not None
+        return Client(
+            transport,
+            mode=self.handshake.mode,
+            prior_discover=self.handshake.discovered,
+            message_handler=self._on_message,
+            cache=None,
+        )
 
     async def _own(self) -> None:
         """The session's own task: what is opened here is closed here."""
@@ -219,17 +301,46 @@ class Session:
             with self._scope:
                 async with self._connect() as client, anyio.create_task_group() as exchanges:
                     self.tools = await _list_tools(client, self._config.name)
+                    self._check_isolation()
+                    discovered = client.session.discover_result
+                    self.handshake = Handshake(client.protocol_version if discovered else "legacy", discovered)
                     self._client, self._exchanges = client, exchanges
                     self._settled.set()
-                    await self._stopping.wait()
+                    if self._stdio is not None:
+                        exchanges.start_soon(self._watch, self._stdio)
+                    await self.ended.wait()
                     exchanges.cancel_scope.cancel()
         except Exception as error:  # kept for `open`; raised here it would take the other servers' sessions down
             self._failure = error
         finally:
-            self._stopping.set()
+            self.ended.set()
             self._exchanges = None
             self._settled.set()
             self._finished.set()
+
+    async def _watch(self, stdio: StdioTransport) -> None:
+        await stdio.ended.wait()
+        self.ended.set()
+
+    async def _on_message(self, message: object) -> None:
+        if isinstance(message, types.ToolListChangedNotification) and self._exchanges is not None:
+            self._exchanges.start_soon(self._list_again)
+        await anyio.lowlevel.checkpoint()
+
+    async def _list_again(self) -> None:
+        assert self._client
+        with anyio.move_on_after(self._config.call_timeout), suppress(MCPError, ToolServerError, ValueError):
+            tools = await _list_tools(self._client, self._config.name)
+            if self._on_change is not None:
+                self._on_change(tools)
+
+    def _check_isolation(self) -> None:
+        if self._config.isolation == "exclusive" and self._http is not None and not self._http.has_session:
+            raise ToolServerError(
+                f"The server {self._config.name!r} cannot give a trajectory a session to itself: over HTTP it keeps none (no "
+                f"`Mcp-Session-Id`). Run it over stdio, or set its `isolation` to 'meta' if it keeps state by trajectory "
+                f"id, or to 'shared' if it keeps none."
+            )
 
     def _why_not_open(self, is_late: bool) -> str:
         config, failure = self._config, _first_cause(self._failure)
@@ -277,6 +388,16 @@ async def _list_tools(client: Client, server: str) -> tuple[types.Tool, ...]:
     raise ToolServerError(
         f"The server {server!r} lists its tools on more than {MAX_PAGES} pages. Report it to its makers."
     )
+
+
+def _first_mode(config: ServerConfig) -> str:
+    """Over HTTP, only the older protocol has sessions that a trajectory could have to itself."""
+    return "legacy" if config.isolation == "exclusive" and config.transport == "http" else config.protocol
+
+
+def _is_timeout(outcome: types.CallToolResult | Exception, seconds: float, timeout: float) -> bool:
+    """Whether it was the SDK's clock, and not a server that happens to use the same code."""
+    return isinstance(outcome, MCPError) and outcome.code == types.REQUEST_TIMEOUT and seconds >= timeout * 0.99
 
 
 def _first_cause(error: BaseException | None) -> BaseException | None:

@@ -6,7 +6,6 @@ reader, and what the server itself started outlives it.
 """
 
 import asyncio
-import atexit
 import functools
 import math
 import os
@@ -15,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
@@ -26,30 +25,20 @@ from mcp.shared.message import SessionMessage
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.framing import LineSplitter, parse
+from mcp_grpo.tools.reaper import register, signal_group, unregister
 
 
 Incoming = SessionMessage | Exception
 Streams = tuple[MemoryObjectReceiveStream[Incoming], MemoryObjectSendStream[SessionMessage]]
 
 READ_SIZE = 256 * 1024
+READ_AHEAD = 64  # messages that are read before anyone has looked at them
 STDERR_BYTES = 8192  # how much of the end of a server's error output is kept
 STDERR_LINES = 20  # how much of that is shown
 
 EXIT_GRACE = 2.0  # after the end of its input; a Python server takes about half a second
 TERM_GRACE = 1.0
 REAP_GRACE = 1.0
-
-_groups: dict[int, int] = {}  # process group -> the process that started it
-
-
-def kill_all() -> None:
-    """Kill every server that is still there, at once. For the end of the process; closing a pool is the polite way."""
-    for group, parent in list(_groups.items()):
-        if parent == os.getpid():  # a forked worker inherits the table, but not the right to end the servers
-            _signal_group(group, signal.SIGKILL)
-
-
-atexit.register(kill_all)
 
 
 class StdioTransport:
@@ -67,8 +56,8 @@ class StdioTransport:
         self._was_signalled = False
         self._stderr = b""
         self._stderr_ended = anyio.Event()
-        self.is_ended = False
-        """Whether a stream has ended: the server has exited, or nothing more can be said to it."""
+        self.ended = anyio.Event()
+        """Set when a stream has ended: the server has exited, or nothing more can be said to it."""
         self.ended_by_itself = False
         """Whether it was the server that ended the session, and not we."""
 
@@ -109,7 +98,7 @@ class StdioTransport:
         """
         process = await self._spawn()
         try:
-            incoming, read = anyio.create_memory_object_stream[Incoming](0)
+            incoming, read = anyio.create_memory_object_stream[Incoming](READ_AHEAD)
             # Unbounded, so that sending never blocks: the SDK's clock starts after the write, and a server that stops
             # reading must cost one call its deadline, not hang it. `max_inflight` bounds what can pile up.
             write, outgoing = anyio.create_memory_object_stream[SessionMessage](math.inf)
@@ -125,8 +114,8 @@ class StdioTransport:
                         await self._stop(process)
                     tasks.cancel_scope.cancel()
         finally:
-            _signal_group(process.pid, signal.SIGKILL)
-            _groups.pop(process.pid, None)
+            signal_group(process.pid, signal.SIGKILL)
+            unregister(process.pid)
             # A descendant that left the group can hold the pipes open; nothing public closes our ends of them.
             getattr(process, "_transport").close()  # noqa: B009
             await anyio.lowlevel.cancel_shielded_checkpoint()  # lets the loop close them
@@ -148,7 +137,7 @@ class StdioTransport:
                     start_new_session=True,  # Ctrl-C is for the trainer to handle; and the group can be killed as one
                     limit=READ_SIZE,
                 )
-                _groups[self._process.pid] = os.getpid()
+                register(self._process.pid)
         except (OSError, ValueError) as error:
             raise ToolServerError(
                 f"The server {config.name!r} could not be started: {error}. Its command is `{config.target}`, its "
@@ -169,11 +158,14 @@ class StdioTransport:
                     if (message := parse(line, max_bytes)) is None:
                         continue
                     try:
-                        await incoming.send(SessionMessage(message))
+                        try:
+                            incoming.send_nowait(SessionMessage(message))
+                        except anyio.WouldBlock:
+                            await incoming.send(SessionMessage(message))
                     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                         is_delivering = False  # nobody listens any more; go on reading so that the server can exit
                         break
-            self.is_ended = True  # before the stream closes: whoever sees it closed must see this too
+            self.ended.set()  # before the stream closes: whoever sees it closed must see this too
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr
@@ -194,23 +186,23 @@ class StdioTransport:
                 process.stdin.write(line.encode() + b"\n")
                 await process.stdin.drain()
         except OSError:  # it closed its input: end the session, or its calls would wait for nothing
-            self.is_ended = True
+            self.ended.set()
             incoming.close()
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         """End of input, then SIGTERM, then SIGKILL to the whole group; every wait is bounded."""
         assert process.stdin
-        self.ended_by_itself = self.is_ended
+        self.ended_by_itself = self.ended.is_set()
         if self.is_stuck:
             process.stdin.transport.abort()  # `close` would wait for the server to read the rest
         else:
             process.stdin.close()
         if not await _exited(process, EXIT_GRACE):
             self._was_signalled = True
-            _signal_group(process.pid, signal.SIGTERM)
+            signal_group(process.pid, signal.SIGTERM)
             await _exited(process, TERM_GRACE)
         # Always, and also when the server exited by itself: what it started must not outlive it.
-        _signal_group(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         await _exited(process, REAP_GRACE)
         with anyio.move_on_after(REAP_GRACE):
             await self._stderr_ended.wait()
@@ -222,11 +214,6 @@ async def _exited(process: asyncio.subprocess.Process, timeout: float) -> bool:
         while process.returncode is None:
             await anyio.sleep(0.01)
     return process.returncode is not None
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def _executable(config: ServerConfig, path: str | None) -> str:

@@ -1,8 +1,10 @@
 """One trajectory: what it records, how it ends, and who is to blame."""
 
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -12,8 +14,9 @@ from helpers.policies import ScriptedGenerator
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
+from mcp_grpo.errors import CatalogError, ToolServerError
 from mcp_grpo.rollout import Generation, Limits, Renderer, RolloutEngine, Sampling, roll_out
-from mcp_grpo.tools import ToolPool
+from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import ResultKind, StopReason, Task, Trajectory
 
 
@@ -48,6 +51,11 @@ def desk() -> MCPServer:
     async def echo(text: str) -> str:
         """Say it again."""
         return text
+
+    @server.tool()
+    async def read(num_lines: int) -> dict[str, list[int]]:
+        """Read a file."""
+        return {"lines": list(range(num_lines))}
 
     @server.tool()
     async def refuse() -> str:
@@ -207,6 +215,42 @@ async def test_a_tool_result_beyond_the_model_s_context_is_not_the_policy_s_faul
     assert trajectory.is_failed
 
 
+async def test_a_result_over_its_budget_is_cut_and_the_trajectory_goes_on(pool: ToolPool) -> None:
+    limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=200)
+    trajectory = await play(pool, said(call("read", num_lines=5000)), ANSWER, limits=limits)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    (exchange,) = trajectory.exchanges
+    assert f"[... {exchange.result.num_cut} of " in exchange.result.text
+    assert exchange.result.num_cut > 10_000
+    assert trajectory.messages[1]["content"] == exchange.result.text
+    (written,) = [segment.token_ids for segment in trajectory.segments if not segment.sampled]
+    assert exchange.result.text in TOKENIZER.decode(written)
+    assert len(written) < 200 + 60  # with what the template puts around it
+
+
+async def test_rewards_get_the_whole_structured_content_of_a_result_that_was_cut(pool: ToolPool) -> None:
+    limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=200)
+    trajectory = await play(pool, said(call("read", num_lines=5000)), ANSWER, limits=limits)
+    assert trajectory.exchanges[0].result.structured == {"lines": list(range(5000))}
+
+
+async def test_each_result_of_a_turn_has_the_budget_to_itself(pool: ToolPool) -> None:
+    limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=200)
+    turn = said(call("echo", text="a" * 200), call("echo", text="b" * 201), call("multiply" * 100))
+    trajectory = await play(pool, turn, ANSWER, limits=limits)
+    results = [exchange.result for exchange in trajectory.exchanges]
+    assert [result.num_cut > 0 for result in results] == [False, True, True]
+    assert all(len(TOKENIZER(result.text)["input_ids"]) <= 200 for result in results)
+
+
+async def test_why_a_server_failed_is_not_cut() -> None:
+    servers = {"desk": {"server": desk(), "x-mcp-grpo": {"call_timeout": 0.2}}}
+    async with ToolPool(servers) as pool:
+        whole = await play(pool, said(call("wait")), ANSWER)
+        limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=16)
+        assert (await play(pool, said(call("wait")), ANSWER, limits=limits)).error == whole.error
+
+
 async def test_a_prompt_that_fills_the_context_says_how_long_it_is(pool: ToolPool) -> None:
     trajectory = await play(pool, ANSWER, limits=Limits(max_turns=1, max_completion_length=10, max_context=20))
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
@@ -231,6 +275,51 @@ async def test_a_trajectory_ends_at_its_deadline_with_what_it_has(pool: ToolPool
     assert trajectory.stop_reason is StopReason.DEADLINE
     assert trajectory.is_failed
     assert trajectory.num_turns == 1
+
+
+class _Queue:
+    """A pool whose leases take a while to get and to give back."""
+
+    def __init__(self, pool: ToolPool, seconds: float) -> None:
+        self._pool, self._seconds = pool, seconds
+
+    @asynccontextmanager
+    async def lease(self, task: Task) -> AsyncIterator[Lease]:
+        await anyio.sleep(self._seconds)
+        async with self._pool.lease(task) as lease:
+            yield lease
+        await anyio.sleep(self._seconds)
+        self.is_given_back = True
+
+
+async def test_getting_a_lease_and_giving_it_back_does_not_count_as_the_trajectory_s_time(pool: ToolPool) -> None:
+    queue: Any = _Queue(pool, seconds=0.6)
+    limits = Limits(max_turns=4, max_completion_length=4000, timeout=0.5)
+    trajectory = await play(queue, said(call("add", a=2, b=3)), ANSWER, limits=limits)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.seconds < 0.5
+    assert queue.is_given_back
+
+
+async def test_a_lease_is_given_back_in_full_after_a_deadline(pool: ToolPool) -> None:
+    queue: Any = _Queue(pool, seconds=0.1)
+    limits = Limits(max_turns=4, max_completion_length=4000, timeout=0.3)
+    trajectory = await play(queue, said(call("wait")), ANSWER, limits=limits)
+    assert trajectory.stop_reason is StopReason.DEADLINE
+    assert queue.is_given_back
+
+
+async def test_a_lease_that_cannot_be_had_fails_the_trajectory_not_the_policy() -> None:
+    class Broken:
+        @asynccontextmanager
+        async def lease(self, task: Task) -> AsyncIterator[Lease]:
+            raise ToolServerError("no session could be opened")
+            yield
+
+    broken: Any = Broken()
+    trajectory = await play(broken, ANSWER)
+    assert trajectory.stop_reason is StopReason.SERVER_FAILED
+    assert trajectory.error == "no session could be opened"
 
 
 class _Wandering:
@@ -259,3 +348,79 @@ def test_many_trajectories_keep_their_order_and_repeat_with_their_seed() -> None
     assert [t.segments for t in first] == [t.segments for t in again]
     assert [t.segments for t in first] != [t.segments for t in other]
     assert len({t.num_turns for t in first}) > 1
+
+
+def big(num_tools: int = 253) -> MCPServer:
+    """As many tools as the largest servers have; three of them take many arguments."""
+    server = MCPServer("big", log_level="ERROR")
+
+    def make(index: int) -> Any:
+        async def look_up(symbol: str, page: int = 0, limit: int = 100) -> str:
+            return symbol
+
+        async def look_up_much(symbol: str, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> str:
+            return symbol
+
+        return look_up_much if index in (7, 100, 250) else look_up
+
+    for index in range(num_tools):
+        server.add_tool(make(index), name=f"lookUp{index}", description="Figures of a company, by its symbol.")
+    return server
+
+
+def check_prompts(limits: Limits, tasks: Sequence[Task] = (TASK,)) -> None:
+    engine = RolloutEngine({"big": big()})
+    try:
+        engine.check_prompts(tasks, RENDERER, limits)
+    finally:
+        engine.close()
+
+
+def test_too_many_tools_are_refused_with_the_heaviest_of_them_and_the_way_out() -> None:
+    with pytest.raises(CatalogError) as caught:
+        check_prompts(Limits(max_turns=1, max_completion_length=10, max_context=40_960))
+    message = str(caught.value)
+    figures = r"'sum' has (\d+) tokens, (\d+) of them for its 253 tools \(most for (.*)\), .* holds 40960"
+    length, for_tools, heaviest = re.search(figures, message).groups()  # type: ignore[union-attr]
+    assert 40_960 < int(for_tools) < int(length)
+    assert re.findall(r"`(\w+)`: \d+", heaviest) == ["lookUp100", "lookUp250", "lookUp7"]
+    assert "`allowed_tools`" in message
+    assert "column `tools`" in message
+
+
+def test_the_tokens_of_all_tools_add_up_to_what_the_message_says() -> None:
+    task = Task(task_id="sum", prompt=TASK.prompt, tools=("lookUp1", "lookUp7", "lookUp8"))
+    with pytest.raises(CatalogError) as caught:
+        check_prompts(Limits(max_turns=1, max_completion_length=10, max_context=500), [task])
+    total = int(re.search(r"(\d+) of them", str(caught.value))[1])  # type: ignore[index]
+    each = [int(number) for number in re.findall(r"`\w+`: (\d+)", str(caught.value))]
+    words = len(RENDERER.prompt_ids(TASK.prompt, [{"a": 1}])) - len(RENDERER.prompt_ids(TASK.prompt, []))
+    assert abs(sum(each) + words - total) < 20
+
+
+def test_tools_that_leave_less_room_than_a_completion_may_take_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    few = Task(task_id="few", prompt=TASK.prompt, tools=("lookUp1",))
+    limits = Limits(max_turns=1, max_completion_length=60_000, max_context=131_072)
+    check_prompts(limits, [few, TASK])
+    (record,) = caplog.records
+    message = record.getMessage()
+    length, room = (int(n) for n in re.search(r"has (\d+) tokens.* leaves (\d+) for", message).groups())  # type: ignore[union-attr]
+    assert length + room == 131_072
+    assert "60000" in message
+    assert "`allowed_tools`" in message
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(max_turns=1, max_completion_length=1000, max_context=131_072),
+        Limits(max_turns=1, max_completion_length=131_072, max_context=131_072),
+        Limits(max_turns=1, max_completion_length=131_072),
+    ],
+    ids=["there is room", "no length was set", "the context has no limit"],
+)
+def test_tools_that_leave_room_are_not_warned_of(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+    check_prompts(limits)
+    assert not caplog.records

@@ -139,6 +139,87 @@ def test_an_empty_tool_result_is_rendered(family: str) -> None:
     assert make(family).suffix_ids([result("")])
 
 
+def num_tokens(renderer: Renderer, text: str) -> int:
+    """How many tokens a text adds to the result of a tool."""
+    return len(renderer.suffix_ids([result(text)])) - len(renderer.suffix_ids([result("")]))
+
+
+def assert_shortened(renderer: Renderer, text: str, max_tokens: int) -> str:
+    shown, num_cut = renderer.shortened(text, max_tokens)
+    assert num_tokens(renderer, shown) <= max_tokens
+    num_kept = len(text) - num_cut
+    num_last = num_kept // 4
+    assert shown.startswith(text[: num_kept - num_last])
+    assert shown.endswith(text[len(text) - num_last :])
+    assert (shown == text) == (num_cut == 0)
+    return shown
+
+
+_SNIPPETS = st.sampled_from(["<|im_end|>", "<tool_call>", " " * 50, "\n", "é", "🎉", "\ud800", '"', "{}", "word "])
+
+
+@given(
+    text=st.lists(st.tuples(_SNIPPETS | st.text(max_size=5), st.integers(1, 60)).map(lambda p: p[0] * p[1])).map(
+        "".join
+    ),
+    max_tokens=st.integers(16, 400),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_text_is_brought_within_any_budget_and_what_is_missing_is_counted(text: str, max_tokens: int) -> None:
+    assert_shortened(_cached("qwen3"), text, max_tokens)
+
+
+@pytest.mark.parametrize("family", ["gptoss", "llama3_1", "gemma4", "glm4moe"])
+def test_a_text_is_measured_as_the_template_writes_it(family: str) -> None:
+    renderer = _cached(family)
+    shown = assert_shortened(renderer, '"a"\n' * 1000, 200)  # some templates escape quotes and line breaks
+    assert num_tokens(renderer, shown) > 100
+
+
+def test_a_text_within_the_budget_stays_as_it_is() -> None:
+    assert _cached("qwen3").shortened("a" * 100, 100) == ("a" * 100, 0)
+
+
+def test_a_budget_is_used() -> None:
+    renderer = _cached("qwen3")
+    for text in ("word " * 100_000, "word " * 100 + " " * 100_000 + "word " * 100, "é" * 10_000):
+        assert num_tokens(renderer, assert_shortened(renderer, text, 1000)) > 700
+
+
+def test_more_characters_than_tokens_are_no_reason_to_cut() -> None:
+    renderer = make("qwen3", merges=(("a", "a"), ("aa", "aa")))
+    assert renderer.shortened("a" * 400, 100) == ("a" * 400, 0)
+    assert renderer.shortened("a" * 500, 100)[1] > 0
+
+
+def test_a_line_in_the_middle_says_how_much_was_cut_of_how_much() -> None:
+    shown, num_cut = _cached("qwen3").shortened("line\n" * 1000, 200)
+    assert f"\n[... {num_cut} of 5000 characters cut; ask for less ...]\n" in shown
+
+
+def test_a_very_long_text_is_never_tokenised_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, lengths = make("qwen3"), []
+    encode = renderer.tokenizer
+    monkeypatch.setattr(renderer, "tokenizer", _Spy(encode, lengths))
+    assert_shortened(renderer, "x" * 8_000_000, 1000)
+    assert max(lengths) < 33 * 1000
+    assert sum(length > 500 for length in lengths) < 8
+
+
+class _Spy:
+    """A tokenizer that notes the length of what it is given."""
+
+    def __init__(self, tokenizer: Any, lengths: list[int]) -> None:
+        self._tokenizer, self._lengths = tokenizer, lengths
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        self._lengths.append(len(text))
+        return self._tokenizer(text, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 def parse_text(renderer: Renderer, text: str):
     ids = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
     return renderer.parse(renderer.prompt_ids(OPENING, TOOLS), ids, TOOLS)

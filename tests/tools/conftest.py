@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mcp_grpo.tools import ServerConfig
+from mcp_grpo.tools import ServerConfig, breaker
 from mcp_grpo.types import Task
 
 
@@ -26,6 +26,14 @@ def _no_process_is_left() -> Iterator[None]:
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the pauses between attempts to start a server short."""
+    monkeypatch.setattr(breaker, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(breaker, "MAX_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -53,12 +61,13 @@ def make_task() -> Callable[..., Task]:
 class HttpServer:
     """The well-behaved server in a process of its own, over HTTP."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: str) -> None:
         self.port = 0
+        self._args = args
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, str(SERVERS / "weather.py"), "http", str(self.port)]
+        command = [sys.executable, str(SERVERS / "weather.py"), "http", str(self.port), *self._args]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout
         self.port = int(self._process.stdout.readline())
@@ -83,5 +92,13 @@ def http_server() -> Iterator[HttpServer]:
 def own_http_server() -> Iterator[HttpServer]:
     """One that the test may kill."""
     server = HttpServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def stateless_http_server() -> Iterator[HttpServer]:
+    """One that keeps no sessions."""
+    server = HttpServer("stateless")
     yield server
     server.stop()

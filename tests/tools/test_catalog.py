@@ -1,27 +1,17 @@
 import logging
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import mcp.types
 import pytest
 
 from mcp_grpo.errors import CatalogError
-from mcp_grpo.tools import Catalog, Tool
+from mcp_grpo.tools import Catalog, ServerConfig
+from mcp_grpo.tools.catalog import catalog_changes, offered_tools
 from mcp_grpo.types import Task
 
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "unit": {"enum": ["C", "F"]},
-        "at": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 
 
 def listed(*names: str, schema: dict[str, Any] | None = None) -> list[mcp.types.Tool]:
@@ -32,12 +22,13 @@ def catalog_of(**servers: list[str]) -> Catalog:
     return Catalog.from_servers({server: listed(*names) for server, names in servers.items()})
 
 
-def weather(schema: dict[str, Any] = WEATHER) -> Tool:
-    return Catalog.from_servers({"s": listed("weather", schema=schema)}).tools[0]
+def configured(**options: Any) -> ServerConfig:
+    return ServerConfig(name="s", transport="stdio", command="server", **options)
 
 
 def test_a_tool_is_shown_as_chat_templates_take_it() -> None:
-    assert weather().schema == {
+    (weather,) = Catalog.from_servers({"s": listed("weather", schema=WEATHER)}).tools
+    assert weather.schema == {
         "type": "function",
         "function": {"name": "weather", "description": "does weather", "parameters": WEATHER},
     }
@@ -100,54 +91,67 @@ def test_a_task_that_names_what_is_not_there_is_told_what_is(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_arguments_that_fit_are_not_refused() -> None:
-    assert weather().refusal({"city": "Bern", "days": 2, "unit": "C", "at": None}) is None
-
-
-def test_all_that_is_wrong_is_said_at_once_together_with_what_is_right() -> None:
-    assert weather().refusal({"city": 3, "day": 1}) == (
-        "`city`: 3 is not of type 'string'; `days` is missing; `day` is not an argument; the arguments of `weather` "
-        "are: city (string, required), days (integer, required), unit (one of 'C', 'F'), at (string or null)"
-    )
-
-
-def test_a_nested_problem_is_found_by_its_path() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "object", "required": ["b"]}}}
-    assert (weather(schema).refusal({"a": {}}) or "").startswith("`a.b` is missing;")
-
-
-def test_a_tool_without_arguments_says_so() -> None:
-    refusal = weather({"type": "object", "properties": {}, "additionalProperties": False}).refusal({"x": 1})
-    assert refusal == "`x` is not an argument; `weather` takes no arguments"
-
-
-def test_a_refusal_stays_short_however_long_the_arguments_are() -> None:
-    many = {"type": "object", "properties": {"city": {"type": "integer"}}, "additionalProperties": False}
-    refusal = weather(many).refusal({"city": "x" * 100_000} | {f"a{i}": 1 for i in range(100)})
-    assert refusal is not None
-    assert len(refusal) < 1000
-
-
-@pytest.mark.parametrize("value", ["\ud800", reduce(lambda inner, _: [inner], range(300), [])], ids=["half", "deep"])
-def test_arguments_that_cannot_be_sent_are_refused(value: Any) -> None:
-    assert "not valid JSON" in (weather({}).refusal({"x": value}) or "")
-
-
-def test_an_invalid_schema_is_reported_and_leaves_the_check_to_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_schema_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        tool = weather({"type": "no such type"})
+        Catalog.from_servers({"s": listed("weather", schema={"type": "no such type", "properties": []})})
     assert "'weather' of server 's'" in caplog.text
-    assert tool.refusal({"anything": 1}) is None
+
+
+def test_only_allowed_tools_are_offered_and_never_the_one_that_resets() -> None:
+    tools = listed("read", "write", "reset")
+    config = configured(allowed_tools=("write", "reset"), reset_tool="reset", isolation="exclusive")
+    assert [tool.name for tool in offered_tools(configured(), tools)] == ["read", "write", "reset"]
+    assert [tool.name for tool in offered_tools(config, tools)] == ["write"]
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("options", "words"),
     [
-        {"$ref": "#/$defs/missing"},
-        {"$ref": "http://127.0.0.1:1/schema.json"},
-        {"properties": {"x": {"pattern": r"\p{L}"}}},
-        {"$ref": "#"},
+        ({"allowed_tools": ("read", "serch")}, ["`allowed_tools`", "'s'", "'serch'", "are `search`, `read`"]),
+        ({"idempotent_tools": ("serch",)}, ["`idempotent_tools`", "'serch'", "are `search`, `read`"]),
+        ({"reset_tool": "rest", "isolation": "meta"}, ["`reset_tool`", "'rest'", "are `read`, `search`"]),
+        ({"argument_aliases": {"town": "citi"}}, ["`argument_aliases`", "'town'", "'citi'", "are `city`, `days`"]),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_schema_that_turns_out_unusable_does_not_blame_the_policy(schema: dict[str, Any]) -> None:
-    assert weather(schema).refusal({"x": "y"}) is None
+def test_an_option_that_names_what_the_server_has_not_is_told_what_it_has(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CatalogError) as caught:
+        offered_tools(configured(**options), [*listed("read"), *listed("search", schema=WEATHER)])
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_an_alias_applies_where_its_argument_is_and_it_is_not_an_argument_itself() -> None:
+    schemas = {"weather": WEATHER, "list": {}, "search": {"properties": {"town": {}, "city": {}}}}
+    tools = [tool for name, schema in schemas.items() for tool in listed(name, schema=schema)]
+    servers = {"s": tools, "other": listed("x", schema=WEATHER)}
+    catalog = Catalog.from_servers(servers, [configured(argument_aliases={"town": "city"})])
+    aliases = {tool.name: dict(tool.aliases) for tool in catalog.tools}
+    assert aliases == {"weather": {"town": "city"}, "list": {}, "search": {}, "x": {}}
+
+
+def test_a_tool_is_repeatable_if_it_or_the_configuration_says_so() -> None:
+    hints = {"read": {"readOnlyHint": True}, "put": {"idempotentHint": True}, "post": {"readOnlyHint": False}}
+    tools = [mcp.types.Tool.model_validate({"name": n, "inputSchema": {}, "annotations": h}) for n, h in hints.items()]
+    catalog = Catalog.from_servers({"s": [*tools, *listed("set", "add")]}, [configured(idempotent_tools=("set",))])
+    assert [tool.name for tool in catalog.tools if tool.is_repeatable] == ["read", "put", "set"]
+    assert [tool.name for tool in catalog.tools if tool.is_read_only] == ["read"]
+
+
+def test_two_listings_are_compared_in_words() -> None:
+    before = [*listed("read", "write", "move"), *listed("list", schema=WEATHER)]
+    after = [*listed("read", "copy"), *listed("write", schema=WEATHER)]
+    after += [mcp.types.Tool(name="move", description="new", input_schema=WEATHER)]
+    assert catalog_changes(before, after) == [
+        "`list` was removed",
+        "`copy` was added",
+        "the schema of `write` changed",
+        "the description and the schema of `move` changed",
+    ]
+
+
+def test_the_order_of_a_listing_and_what_no_prompt_shows_are_no_change() -> None:
+    before = listed("read", "write")
+    titled = [tool.model_copy(update={"title": "T"}) for tool in reversed(before)]
+    assert catalog_changes(before, titled) == []

@@ -78,6 +78,56 @@ def test_variables_are_expanded_in_every_field(monkeypatch: pytest.MonkeyPatch) 
     assert (web.url, web.headers) == ("http://value/", {"Authorization": "Bearer value"})
 
 
+def written(folder: Path, entry: Any, variables: str | None = None) -> ServerConfig:
+    """A server read from a file, with a file of variables beside it."""
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"s": entry}}))
+    if variables is not None:
+        (folder / ".env").write_text(variables)
+    (config,) = load_servers(folder / "servers.json")
+    return config
+
+
+def test_variables_of_a_file_beside_the_configuration_are_expanded(tmp_path: Path) -> None:
+    variables = "# comment\nexport CITY_KEY='a b'  # another\nRAW=${CITY_KEY}$HOME\nNOTHING\n"
+    config = written(tmp_path, STDIO | {"args": ["${CITY_KEY}", "${env:RAW}", "${NOTHING:-none}"]}, variables)
+    assert config.args == ("a b", "${CITY_KEY}$HOME", "none")
+    assert config.env == {}
+
+
+def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("V", "from the environment")
+    assert written(tmp_path, STDIO | {"args": ["${V}"]}, "V=from the file").args == ("from the environment",)
+
+
+def test_a_folder_called_env_is_no_file_of_variables(tmp_path: Path) -> None:
+    (tmp_path / ".env").mkdir()
+    assert written(tmp_path, STDIO).command == "server"
+
+
+def test_a_variable_that_is_not_set_is_refused_with_the_file_it_could_be_in(tmp_path: Path) -> None:
+    with pytest.raises(ServerConfigError) as caught:
+        written(tmp_path, STDIO | {"args": ["${NOT_SET_ANYWHERE}"]})
+    assert str(tmp_path / ".env") in str(caught.value)
+
+
+def test_a_file_of_variables_that_is_no_text_is_refused_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"K=\xff\xfe")
+    with pytest.raises(ServerConfigError, match=r"\.env' is not text"):
+        written(tmp_path, STDIO)
+
+
+@pytest.mark.parametrize("path", ["keys/prod.env", "${workspaceFolder}/keys/prod.env", "keys/${STAGE:-prod}.env"])
+def test_an_env_file_adds_to_the_environment_of_a_stdio_server_below_its_own(tmp_path: Path, path: str) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "prod.env").write_text("A=from the file\nB=too\n")
+    config = written(tmp_path, STDIO | {"envFile": path, "env": {"A": "its own"}})
+    assert config.env == {"A": "its own", "B": "too"}
+
+
+def test_an_env_file_is_left_to_other_clients_by_an_http_server() -> None:
+    assert load_one(HTTP | {"envFile": "/no/such/.env"}).env == {}
+
+
 def test_our_options_are_read_from_their_own_key_and_foreign_keys_are_ignored() -> None:
     options = {"call_timeout": 5, "allowed_tools": ["a"], "protocol": "legacy"}
     config = load_one(STDIO | {"timeout": 60000, "autoApprove": ["x"], "x-mcp-grpo": options})
@@ -116,6 +166,21 @@ def test_disabled_servers_are_skipped() -> None:
         (STDIO | {"x-mcp-grpo": {"max_inflight": 1.5}}, ["`max_inflight`", "1.5"]),
         (STDIO | {"x-mcp-grpo": {"allowed_tools": "read"}}, ["`allowed_tools`", "'read'"]),
         (STDIO | {"x-mcp-grpo": {"protocol": "new"}}, ["`protocol`", "'new'", "legacy"]),
+        (STDIO | {"x-mcp-grpo": {"isolation": "own"}}, ["`isolation`", "'own'", "exclusive"]),
+        (STDIO | {"x-mcp-grpo": {"pool_size": 0}}, ["`pool_size`", "0"]),
+        (STDIO | {"x-mcp-grpo": {"spares": -1}}, ["`spares`", "-1"]),
+        (STDIO | {"x-mcp-grpo": {"retries": True}}, ["`retries`", "True"]),
+        (STDIO | {"x-mcp-grpo": {"idempotent_tools": [1]}}, ["`idempotent_tools`", "1"]),
+        (STDIO | {"x-mcp-grpo": {"reset_tool": ""}}, ["`reset_tool`", "''"]),
+        (STDIO | {"x-mcp-grpo": {"reset_tool": "reset"}}, ["`reset_tool`", "'shared'", "'exclusive'"]),
+        (STDIO | {"x-mcp-grpo": {"argument_aliases": ["code"]}}, ["`argument_aliases`", "'code'", "python_code"]),
+        (STDIO | {"x-mcp-grpo": {"argument_aliases": {"n": 1}}}, ["`argument_aliases`", "'n': 1"]),
+        (STDIO | {"x-mcp-grpo": {"coerce_arguments": "yes"}}, ["`coerce_arguments`", "'yes'", "true or false"]),
+        (STDIO | {"x-mcp-grpo": {"error_patterns": "^Error"}}, ["`error_patterns`", "'^Error'", "list"]),
+        (STDIO | {"x-mcp-grpo": {"error_patterns": ["ok", "Error [("]}}, ["`error_patterns`", "'Error [('", "unterm"]),
+        (STDIO | {"envFile": 3}, ["`envFile`", "3"]),
+        (STDIO | {"envFile": "/no/such/.env"}, ["`envFile`", "'s'", "'/no/such/.env'", "No such file"]),
+        (STDIO | {"cwd": "${workspaceFolder}"}, ["`cwd`", "'workspaceFolder'"]),
         ({"server": "not an object"}, ["`server`", "MCPServer"]),
     ],
 )  # fmt: skip
@@ -176,3 +241,32 @@ def test_the_repr_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_redacting_leaves_short_values_and_paths(tmp_path: Path) -> None:
     config = load_one(STDIO | {"env": {"LEVEL": "INFO", "HOME": str(tmp_path), "KEY": "abcdefgh"}})
     assert config.redact(f"INFO {tmp_path} abcdefgh") == f"INFO {tmp_path} ***"
+
+
+def test_results_lose_secrets_but_no_ordinary_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "Rotterdam")
+    monkeypatch.setenv("GITHUB_PAT_TOKEN", "ghp-abcdefgh")
+    env = {
+        "CITY": "Amsterdam",
+        "AUTHOR": "Multatuli",
+        "OpenAI_ApiKey": "sk-12345678",
+        "DATABASE": "postgres://ann:hunter2hunter2@db/main",
+        "PRIVATE_PEM": "line one\nline two",
+        "KEY_FILE": "/usr/bin/env",
+        "TOKEN": "short",
+    }
+    config = load_one(STDIO | {"env": env, "args": ["${PLACE}", "${GITHUB_PAT_TOKEN}"]})
+    secrets = [env["OpenAI_ApiKey"], env["DATABASE"], "hunter2hunter2", env["PRIVATE_PEM"], "ghp-abcdefgh"]
+    secrets.append(json.dumps(env["PRIVATE_PEM"])[1:-1])
+    ordinary = ["Amsterdam", "Rotterdam", "Multatuli", "/usr/bin/env", "short"]
+    assert [config.hide_secrets(f"<{text}>") for text in secrets] == ["<***>"] * len(secrets)
+    assert [config.hide_secrets(text) for text in ordinary] == ordinary
+
+
+def test_results_lose_the_headers_but_not_those_about_formats() -> None:
+    headers = {"Authorization": "Bearer abcdefghij", "X-Tenant": "tenant-one", "Accept": "application/json"}
+    config = load_one(HTTP | {"headers": headers})
+    assert config.hide_secrets("Bearer abcdefghij, abcdefghij, tenant-one, application/json") == (
+        "***, ***, ***, application/json"
+    )
+    assert config.redact("application/json") == "***"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,10 +10,15 @@ import time
 
 TOOLS = [
     "echo", "exit", "mute", "garbage", "bad_utf8", "huge", "huge_id_last", "endless", "stop_reading", "grandchild",
-    "close_stdout", "not_a_result", "error_reply", "malformed", "print_secret", "count", "escaped_child", "whoami",
+    "close_stdout", "not_a_result", "error_reply", "malformed", "print_secret", "count", "escaped_child",
+    "reset", "remember", "crash_once", "read_crash_once", "wrong_id", "string_id", "partial_line", "no_content",
+    "unknown_content", "bad_structured", "ask_client", "stderr_flood", "progress", "change_tools", "suspend", "say_key",
+    "whoami",
 ]  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "additionalProperties": False}
 num_calls = 0
+changed = False
+memory: dict[str, list[str]] = {}
 
 
 def write(data: bytes) -> None:
@@ -33,8 +39,8 @@ def spawn(**options) -> str:
     return str(child.pid)
 
 
-def call(request_id, name: str, arguments: dict) -> None:
-    global num_calls
+def call(request_id, name: str, arguments: dict, meta: dict) -> None:
+    global num_calls, changed
     num_calls += 1
     text = arguments.get("text", "")
     match name:
@@ -78,6 +84,64 @@ def call(request_id, name: str, arguments: dict) -> None:
             reply(request_id, error={"code": -32602, "message": f"no such thing: {text}"})
         case "malformed":
             write(b'{"jsonrpc":"2.0","id":%d,"result":{"content":[}\n' % request_id)
+        case "reset" if "bad_reset" in sys.argv:
+            reply(request_id, error={"code": -32603, "message": "cannot"})
+        case "reset":
+            num_calls = 0
+            memory.pop(meta.get("mcp_grpo/trajectory_id", ""), None)
+            say(request_id, "forgotten")
+        case "remember":
+            mine = memory.setdefault(meta.get("mcp_grpo/trajectory_id", ""), [])
+            mine.append(text)
+            say(request_id, " ".join(mine))
+        case "crash_once" | "read_crash_once":
+            if not os.path.exists(text):
+                open(text, "w").close()
+                os._exit(6)
+            say(request_id, "second time")
+        case "wrong_id":
+            say(request_id + 1_000_000, "for somebody else")
+        case "string_id":
+            say(str(request_id), "by text")
+        case "partial_line":
+            write(b'{"jsonrpc":"2.0","id":%d,"result":{"content":[{"type":"te' % request_id)
+            os._exit(8)
+        case "no_content":
+            reply(request_id, result={})
+        case "unknown_content":
+            reply(request_id, result={"content": [{"type": "smell", "data": "roses"}]})
+        case "bad_structured":
+            reply(request_id, result={"content": [{"type": "text", "text": "plain"}], "structuredContent": {"n": "x"}})
+        case "ask_client":
+            params = {"messages": [], "maxTokens": 1}
+            write(
+                json.dumps(
+                    {"jsonrpc": "2.0", "id": "ask", "method": "sampling/createMessage", "params": params}
+                ).encode()
+            )
+            write(b"\n")
+            answer = json.loads(sys.stdin.buffer.readline())
+            say(request_id, "refused" if "error" in answer else "obeyed")
+        case "stderr_flood":
+            for _ in range(100):
+                os.write(2, b"noise " * 10_000)
+            say(request_id, "said it all")
+        case "progress":
+            for step in range(30):
+                params = {"progressToken": request_id, "progress": step}
+                write(
+                    json.dumps({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}).encode()
+                    + b"\n"
+                )
+                time.sleep(0.05)
+        case "change_tools":
+            changed = True
+            write(b'{"jsonrpc":"2.0","method":"notifications/tools/list_changed"}\n')
+            say(request_id, "changed")
+        case "suspend":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "say_key":
+            say(request_id, f"key is {os.environ['API_KEY']}")
         case "print_secret":
             os.write(2, f"key is {os.environ['API_KEY']}\n".encode())
             os._exit(4)
@@ -91,6 +155,13 @@ def page(request: dict) -> dict:
     if "forever" in sys.argv:
         return {"tools": [], "nextCursor": str(int(cursor or 0) + 1)}
     tools = [{"name": name, "inputSchema": SCHEMA} for name in TOOLS]
+    for tool in tools:
+        if tool["name"] == "read_crash_once":
+            tool["annotations"] = {"readOnlyHint": True}
+        if tool["name"] == "bad_structured":
+            tool["outputSchema"] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        if tool["name"] == "echo" and changed:
+            tool["description"] = "Now with a description."
     return {"tools": tools[:5], "nextCursor": "2"} if cursor is None else {"tools": tools[5:]}
 
 
@@ -107,13 +178,15 @@ def main() -> None:
                 reply(request["id"], error={"code": -32603, "message": "not today"})
             case "initialize":
                 info = {"name": "rogue", "version": "1"}
-                result = {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": info}
+                capabilities = {"tools": {"listChanged": True}}
+                result = {"protocolVersion": "2025-11-25", "capabilities": capabilities, "serverInfo": info}
                 reply(request["id"], result=result)
             case "tools/list":
                 reply(request["id"], result=page(request))
             case "tools/call":
-                call(request["id"], request["params"]["name"], request["params"].get("arguments") or {})
-            case _ if "id" in request:
+                params = request["params"]
+                call(request["id"], params["name"], params.get("arguments") or {}, params.get("_meta") or {})
+            case _ if "id" in request and "ignore_unknown" not in sys.argv:
                 reply(request["id"], error={"code": -32601, "message": "unknown method"})
 
 

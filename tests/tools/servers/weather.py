@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 
@@ -46,6 +46,13 @@ async def sleep() -> str:
 
 
 @server.tool()
+async def session(ctx: Context) -> str:
+    """The id of the session, over HTTP."""
+    request = ctx.request_context.request
+    return str(request and request.headers.get("mcp-session-id"))
+
+
+@server.tool()
 async def blob(size: int) -> str:
     """A text of a given size."""
     return "x" * size
@@ -67,7 +74,8 @@ def serve_http() -> None:
     listener.bind(("127.0.0.1", int(sys.argv[2]) if len(sys.argv) > 2 else 0))
     listener.listen()
     os.write(1, f"{listener.getsockname()[1]}\n".encode())
-    config = uvicorn.Config(server.streamable_http_app(), log_level="error", timeout_graceful_shutdown=1)
+    app = server.streamable_http_app(stateless_http="stateless" in sys.argv)
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -1,0 +1,104 @@
+"""When a server that fails may be started again."""
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from mcp_grpo.errors import ToolServerError
+
+
+MAX_FAILURES = 7  # in a row, before calls fail at once instead of waiting
+FIRST_DELAY = 0.2  # seconds after the first failure; doubled with each, they add up to about 10 s
+FIRST_PAUSE = 5.0  # seconds that the server is then left alone; doubled with each further failure
+MAX_PAUSE = 60.0
+SLOW_START = 10.0  # seconds; whoever waited for a start that failed after this long has waited enough
+
+
+class Breaker:
+    """
+    Counts the failures of one server, and spaces out the attempts to start it.
+
+    A failure is a start that did not come about, or a session that broke before it answered a single call. The first few
+    are followed by short, growing delays, during which calls wait. After `MAX_FAILURES` in a row the breaker is *open*:
+    calls fail at once, and the server is only probed from time to time, by one attempt at a time. The first answer to a
+    call closes it.
+
+    Args:
+        server (`str`):
+            Name of the server, for messages.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._num_failed_starts = 0
+        self._num_stillborn = 0
+        self._not_before = 0.0
+        self._last_error: ToolServerError | None = None
+        self._probing = anyio.Lock()
+
+    @property
+    def num_failures(self) -> int:
+        """How many failures there were in a row."""
+        return self._num_failed_starts + self._num_stillborn
+
+    @property
+    def error(self) -> ToolServerError | None:
+        """Why calls fail at once, if they do."""
+        if self.num_failures < MAX_FAILURES:
+            return None
+        wait = max(0.0, self._not_before - anyio.current_time())
+        return ToolServerError(
+            f"The server {self._server!r} has failed {self.num_failures} times in a row and is tried again in {wait:.0f} s. "
+            f"The last failure: {self._last_error}"
+        )
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncGenerator[None, None]:
+        """Wait until the server may be started, and note what comes of it. A [`ToolServerError`] counts as a failure."""
+        if self.num_failures == 0:
+            async with self._noted():
+                yield
+            return
+        async with self._probing:  # a server in trouble is tried once at a time
+            await anyio.sleep_until(self._not_before)
+            async with self._noted():
+                yield
+
+    def answered(self) -> None:
+        """Note that a call was answered: whatever was wrong is over."""
+        self._num_failed_starts = self._num_stillborn = 0
+
+    def broke(self, error: ToolServerError) -> None:
+        """
+        Note that a session broke before it answered a single call.
+
+        Args:
+            error ([`ToolServerError`]):
+                What is known about it.
+        """
+        self._num_stillborn += 1
+        self._pause(error)
+
+    @asynccontextmanager
+    async def _noted(self) -> AsyncGenerator[None, None]:
+        start = anyio.current_time()
+        try:
+            yield
+        except ToolServerError as error:
+            is_slow = anyio.current_time() - start >= SLOW_START
+            self._num_failed_starts += MAX_FAILURES if is_slow else 1
+            self._pause(error)
+            raise
+        self._num_failed_starts = 0
+
+    def _pause(self, error: ToolServerError) -> None:
+        self._last_error = error
+        excess = self.num_failures - MAX_FAILURES
+        if excess < 0:
+            delay = FIRST_DELAY * 2 ** (self.num_failures - 1)
+        else:
+            delay = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(excess, 10))
+        # Jittered, so that the servers of many ranks do not all come back in the same instant.
+        self._not_before = anyio.current_time() + delay * random.uniform(0.5, 1.0)

@@ -1,0 +1,90 @@
+"""Which values of a configuration must not be shown, and how they are hidden."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+
+MIN_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
+
+_SECRET_NAME = re.compile("key|token|secret|pass|pwd|auth(?!or(?!i[sz]))|cred|cookie|private|dsn", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
+_PLAIN_HEADER = re.compile("accept|content-|mcp-|user-agent", re.IGNORECASE)
+
+Variables = Iterable[tuple[str, str]]
+
+
+def private_values(variables: Variables, headers: Mapping[str, str]) -> tuple[str, ...]:
+    """
+    All that somebody may want to keep to themselves, for logs and errors.
+
+    Args:
+        variables (`Iterable[tuple[str, str]]`):
+            Names and values.
+        headers (`Mapping[str, str]`):
+            HTTP headers.
+
+    Returns:
+        `tuple[str, ...]`: What [`hidden`] is to hide. Short values and existing paths are no secrets.
+    """
+    return _hideable([*(value for _, value in variables), *_parts(headers.values())])
+
+
+def secret_values(variables: Variables, headers: Mapping[str, str]) -> tuple[str, ...]:
+    """
+    What is probably a secret, for texts that must not lose an ordinary word.
+
+    Args:
+        variables (`Iterable[tuple[str, str]]`):
+            Names and values. A secret has a name that speaks of one, or holds a password (`://user:password@`).
+        headers (`Mapping[str, str]`):
+            HTTP headers. All are secrets but those about formats and programs.
+
+    Returns:
+        `tuple[str, ...]`: What [`hidden`] is to hide.
+    """
+    found = _parts(value for name, value in headers.items() if not _PLAIN_HEADER.match(name))
+    for name, value in variables:
+        passwords = _PASSWORD.findall(value)
+        if passwords or _SECRET_NAME.search(name):
+            found += [value, *passwords]
+    return _hideable(found)
+
+
+def hidden(values: tuple[str, ...], value: Any) -> Any:
+    """
+    Put `***` in the place of values.
+
+    Args:
+        values (`tuple[str, ...]`):
+            From [`private_values`] or [`secret_values`].
+        value (`Any`):
+            A text, or JSON with texts in it.
+
+    Returns:
+        `Any`: The same, without them.
+    """
+    if not values:
+        return value
+    if isinstance(value, str):
+        for secret in values:
+            value = value.replace(secret, "***")
+        return value
+    if isinstance(value, Mapping):
+        return {hidden(values, k): hidden(values, v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [hidden(values, item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _parts(headers: Iterable[str]) -> list[str]:
+    # "Bearer abc" is a header, but the server may well print "abc" alone.
+    return [part for value in headers for part in (value, value.partition(" ")[2])]
+
+
+def _hideable(values: Iterable[str]) -> tuple[str, ...]:
+    """Those worth hiding, also as JSON writes them; the longest first, since one may be a part of another."""
+    kept = {value for value in values if len(value) >= MIN_LENGTH and not os.path.exists(value)}
+    return tuple(sorted(kept | {json.dumps(value)[1:-1] for value in kept}, key=len, reverse=True))
