@@ -5,10 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from helpers.policies import save_tiny_model
+
+from mcp_grpo.tools import ServerConfig, load_servers
+from mcp_grpo.tools.config import OPTIONS
 
 
 README = Path(__file__).parent.parent / "README.md"
@@ -63,3 +67,20 @@ def test_the_readme_s_reward_function_rewards() -> None:
             answer = "5"
 
     assert names["fewer_calls"]([Attempt]) == [pytest.approx(0.96)]
+
+
+def test_the_readme_s_server_file_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_KEY", "key")
+    monkeypatch.setenv("WEB_TOKEN", "token")
+    configs = {config.name: config for config in load_servers(folder / "servers.json")}
+    assert configs["sandbox"].isolation == "exclusive"
+    assert configs["web"].headers == {"Authorization": "Bearer token"}
+
+
+def test_the_readme_names_every_option_of_a_server_with_its_default() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \| .*\|$", README.read_text(), re.MULTILINE)
+    named = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert set(OPTIONS) <= named.keys()
+    defaults = {field.name: field.default for field in fields(ServerConfig)}
+    for option in ("spares", "max_inflight", "retries", "max_result_bytes"):
+        assert named[option] == str(defaults[option])
