@@ -78,7 +78,7 @@ def test_the_readme_s_server_file_is_read(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_the_readme_names_every_option_of_a_server_with_its_default() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \| .*\|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) ?\| .*\|$", README.read_text(), re.MULTILINE)
     named = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     assert set(OPTIONS) <= named.keys()
     defaults = {field.name: field.default for field in fields(ServerConfig)}
