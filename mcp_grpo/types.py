@@ -61,6 +61,21 @@ class ResultKind(StrEnum):
         return self in (ResultKind.TIMEOUT, ResultKind.SERVER_ERROR)
 
 
+class TokenRole(StrEnum):
+    """What a token is to the one who wrote it."""
+
+    ENVIRONMENT = "environment"
+    """Written by a tool or by the chat template."""
+    CHOICE = "choice"
+    """Free text, reasoning, the name of a tool, a value, the end of a turn: another token could have stood here."""
+    TRIGGER = "trigger"
+    """Opens a tool call: calling at all is a choice."""
+    STRADDLING = "straddling"
+    """Syntax of a tool call and a choice in one token, which makes it a choice."""
+    FORCED = "forced"
+    """Syntax of a valid tool call, where its format left no choice."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """
