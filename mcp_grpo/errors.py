@@ -6,9 +6,6 @@ what was got, and what to do. What goes wrong *inside* a rollout is data ([`Tool
 exception: a failing tool is an observation for the policy, and a failing server ends one trajectory.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 
 class MCPGRPOError(Exception):
     """Base of every error this library raises on purpose."""
@@ -44,29 +41,3 @@ class CassetteError(MCPGRPOError, ValueError):
 
 class RolloutError(MCPGRPOError, RuntimeError):
     """Rollouts that cannot be trained on, such as too many failed by their servers."""
-
-
-@contextmanager
-def boundary(error_type: type[MCPGRPOError], what: str) -> Generator[None]:
-    """
-    Turn whatever goes wrong inside into `error_type`, keeping the cause.
-
-    Args:
-        error_type (`type[MCPGRPOError]`):
-            The type of the boundary that is crossed.
-        what (`str`):
-            What was being done, as the start of a sentence: `"listing the tools of 'files'"`.
-
-    Example:
-
-    ```python
-    with boundary(ToolServerError, f"listing the tools of {name!r}"):
-        tools = await client.list_tools()
-    ```
-    """
-    try:
-        yield
-    except MCPGRPOError:
-        raise
-    except Exception as error:
-        raise error_type(f"{what} failed: {type(error).__name__}: {error}") from error

@@ -20,7 +20,7 @@ MAX_PROBLEM_LENGTH = 200  # a message repeats the value that is wrong, and that 
 MAX_NUMBER_LENGTH = 40  # of a number that a repair repeats
 
 # The schema cannot be used after all: it refers to what is not there, to itself, or has a pattern of another dialect.
-_UNUSABLE = (Unresolvable, RecursionError, re.error)
+_UNUSABLE = (Unresolvable, RecursionError, re.error, ArithmeticError, ValueError)
 
 Schema = Mapping[str, Any]
 
@@ -66,14 +66,15 @@ def unsendable(arguments: Mapping[str, Any]) -> str | None:
 
     Args:
         arguments (`Mapping[str, Any]`):
-            Arguments, as the policy wrote them. Half of a surrogate pair, or hundreds of nested lists, parse well but
-            cannot be sent, and would take the connection down with them.
+            Arguments, as the policy wrote them. NaN, half of a surrogate pair, or hundreds of nested lists parse well but
+            cannot be sent, and could take the connection down with them.
 
     Returns:
         `str` or `None`: What is wrong, or `None`.
     """
     params = {"_": {"_": {"_": dict(arguments)}}}  # deeper than the message will be, so that the message fits too
     try:
+        json.dumps(params, allow_nan=False)  # or NaN would silently arrive as null
         JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=params).model_dump_json()
     except (ValueError, TypeError, RecursionError):
         return "the arguments are not valid JSON text, or nested too deeply"

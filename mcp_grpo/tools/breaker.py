@@ -1,5 +1,6 @@
 """When a server that fails may be started again."""
 
+import math
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -35,7 +36,9 @@ class Breaker:
         self._num_failed_starts = 0
         self._num_stillborn = 0
         self._not_before = 0.0
+        self._last_failure = -math.inf
         self._last_error: ToolServerError | None = None
+        self._recovered = anyio.Event()
         self._probing = anyio.Lock()
 
     @property
@@ -62,24 +65,32 @@ class Breaker:
                 yield
             return
         async with self._probing:  # a server in trouble is tried once at a time
-            await anyio.sleep_until(self._not_before)
+            with anyio.move_on_after(max(0.0, self._not_before - anyio.current_time())):
+                await self._recovered.wait()
             async with self._noted():
                 yield
 
     def answered(self) -> None:
-        """Note that a call was answered: whatever was wrong is over."""
-        self._num_failed_starts = self._num_stillborn = 0
+        """Note that a call was answered: whatever was wrong is over, and nobody need wait any longer."""
+        if self.num_failures:
+            self._num_failed_starts = self._num_stillborn = 0
+            self._not_before = 0.0
+            self._recovered.set()
+            self._recovered = anyio.Event()
 
-    def broke(self, error: ToolServerError) -> None:
+    def broke(self, error: ToolServerError, since: float) -> None:
         """
         Note that a session broke before it answered a single call.
 
         Args:
             error ([`ToolServerError`]):
                 What is known about it.
+            since (`float`):
+                When it was opened, by the event loop's clock.
         """
-        self._num_stillborn += 1
-        self._pause(error)
+        if self._is_news(since):
+            self._num_stillborn += 1
+            self._pause(error)
 
     @asynccontextmanager
     async def _noted(self) -> AsyncGenerator[None, None]:
@@ -87,14 +98,19 @@ class Breaker:
         try:
             yield
         except ToolServerError as error:
-            is_slow = anyio.current_time() - start >= SLOW_START
-            self._num_failed_starts += MAX_FAILURES if is_slow else 1
-            self._pause(error)
+            if self._is_news(start):
+                is_slow = anyio.current_time() - start >= SLOW_START
+                self._num_failed_starts += MAX_FAILURES if is_slow else 1
+                self._pause(error)
             raise
         self._num_failed_starts = 0
 
+    def _is_news(self, since: float) -> bool:
+        """Whether what began then is a failure of its own: eight sessions that go down together are one incident."""
+        return since >= self._last_failure
+
     def _pause(self, error: ToolServerError) -> None:
-        self._last_error = error
+        self._last_error, self._last_failure = error, anyio.current_time()
         excess = self.num_failures - MAX_FAILURES
         if excess < 0:
             delay = FIRST_DELAY * 2 ** (self.num_failures - 1)

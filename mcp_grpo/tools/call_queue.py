@@ -35,7 +35,8 @@ class CallQueue:
         self._max_inflight = max_inflight
         self._loads: dict[Session, int] = {}
         self._waiting: dict[Hashable, deque[_Waiter]] = {}  # by trajectory, the next one first
-        self._error: ToolServerError | None = None
+        self.error: ToolServerError | None = None
+        """Why nobody need wait, if nobody need."""
 
     def add(self, session: Session) -> None:
         """
@@ -46,21 +47,18 @@ class CallQueue:
                 An open session.
         """
         self._loads[session] = 0
-        self._error = None
+        self.error = None
         self._serve()
 
-    def remove(self, session: Session) -> bool:
+    def remove(self, session: Session) -> None:
         """
         Take a session out, whatever is still in flight on it.
 
         Args:
             session ([`Session`]):
-                The session.
-
-        Returns:
-            `bool`: Whether it was there.
+                The session; one that is not there is fine.
         """
-        return self._loads.pop(session, None) is not None
+        self._loads.pop(session, None)
 
     def fail(self, error: ToolServerError) -> None:
         """
@@ -82,7 +80,7 @@ class CallQueue:
                 Why.
         """
         self._loads.clear()
-        self._error = error
+        self.error = error
         for waiters in self._waiting.values():
             for waiter in waiters:
                 waiter.error = error
@@ -104,8 +102,8 @@ class CallQueue:
         if not self._waiting and (session := self._free()) is not None:
             self._loads[session] += 1
             return session
-        if self._error is not None:
-            raise ToolServerError(str(self._error))
+        if self.error is not None:
+            raise ToolServerError(str(self.error))
         waiter = _Waiter()
         self._waiting.setdefault(key, deque()).append(waiter)
         try:

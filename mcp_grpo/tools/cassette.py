@@ -56,8 +56,8 @@ class Cassette:
             `"record"`: servers answer, and all is written to a new file. `"replay"`: the file answers, and each trajectory
             must make the calls that were recorded, in that order. `"match"`: the file answers calls of the same tool with
             the same arguments, whoever makes them; several answers are played in their order, and the last is repeated.
-            `"cache"`: servers answer, but a tool that says that it changes nothing (`readOnlyHint`) is not asked the same
-            thing twice, in this run or in a later one with the same file.
+            `"cache"`: servers answer, but a tool of a shared server that says that it changes nothing (`readOnlyHint`) is
+            not asked the same thing twice, in this run or in a later one with the same file.
 
     Example:
 
@@ -200,7 +200,12 @@ class Cassette:
             case "match":
                 return self._matched(call)
             case "cache":
-                return await (self._cached(call, ask) if tool.is_read_only else ask())
+                return await (self._cached(call, ask) if self._is_cached(tool) else ask())
+
+    def _is_cached(self, tool: Tool) -> bool:
+        """Whether the same question has the same answer: not if trajectories have each their own state to read."""
+        config = self._configs.get(tool.server)
+        return tool.is_read_only and (config is None or config.isolation == "shared")
 
     async def _recorded(self, call: "_Call", ask: _Ask) -> ToolResult:
         try:

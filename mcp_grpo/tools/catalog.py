@@ -32,6 +32,7 @@ from mcp_grpo.types import Task
 
 logger = logging.getLogger(__name__)
 
+MAX_NAME_LENGTH = 100  # of a name that does not exist, in a message
 MAX_NAMES = 30  # of the names listed in a message; some servers have hundreds of tools
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # what function names in prompts are made of
@@ -342,6 +343,7 @@ def nearest_first(name: str, names: Iterable[str]) -> str:
     Returns:
         `str`: Such as `` `read`, `write` and 200 more ``.
     """
+    name = name[:MAX_NAME_LENGTH]  # a policy may well write the same letters thousands of times
     ranked = sorted(names, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
     shown = ", ".join(f"`{other}`" for other in ranked[:MAX_NAMES]) or "none"
     return shown + (f" and {len(ranked) - MAX_NAMES} more" if len(ranked) > MAX_NAMES else "")

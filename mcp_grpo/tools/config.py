@@ -12,7 +12,7 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from mcp_grpo.errors import ServerConfigError
-from mcp_grpo.tools.secrets import hidden, private_values, secret_values
+from mcp_grpo.tools.secrets import hidden, private_values, secret_values, url_values, without_secrets
 
 
 TransportKind = Literal["stdio", "http", "in_process"]
@@ -210,7 +210,7 @@ class ServerConfig:
     def target(self) -> str:
         """The command line, the address or the object, fit to be shown: no secrets, no query string."""
         if self.transport == "stdio":
-            return self.redact(" ".join([self.command or "", *self.args]))
+            return self.redact(" ".join([self.command or "", *without_secrets(self.args)]))
         if self.transport == "http":
             parts = urlsplit(self.url or "")
             return self.redact(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
@@ -252,11 +252,11 @@ class ServerConfig:
 
     @cached_property
     def _private_values(self) -> tuple[str, ...]:
-        return private_values([*self.env.items(), *self.secrets.items()], self.headers)
+        return private_values([*self.env.items(), *self.secrets.items(), *url_values(self.url or "")], self.headers)
 
     @cached_property
     def _secret_values(self) -> tuple[str, ...]:
-        return secret_values([*self.env.items(), *self.secrets.items()], self.headers)
+        return secret_values([*self.env.items(), *self.secrets.items(), *url_values(self.url or "")], self.headers)
 
 
 OPTIONS = (

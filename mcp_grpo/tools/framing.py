@@ -1,6 +1,7 @@
 """Cuts a server's output into JSON-RPC messages: in linear time, within a bound on memory, whatever comes."""
 
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ _ID_AT_START = re.compile(rb"\s*\{\s*(?:" + _VERSION + rb"\s*,\s*)?" + _ID)
 _ID_AT_END = re.compile(_ID + rb"\s*(?:,\s*" + _VERSION + rb"\s*)?\}\s*$")
 _EDGE = 256  # bytes kept of each end of an oversized line
 
-OVERSIZED = "oversized"
-MALFORMED = "malformed"
+# Marks of the errors that we put in the place of a reply. Not to be guessed by a server, whose own errors they are not.
+OVERSIZED = f"oversized-{uuid.uuid4().hex}"
+MALFORMED = f"malformed-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, slots=True)

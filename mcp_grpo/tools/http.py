@@ -1,7 +1,9 @@
 """Servers behind streamable HTTP: one pool of connections for all, and failures that stay with their call."""
 
 import json
+import logging
 import re
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -15,11 +17,16 @@ from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.framing import OVERSIZED
 
 
-TRANSPORT = "transport"
-UNSENT = "unsent"
+# See `framing` for why they look like this.
+TRANSPORT = f"transport-{uuid.uuid4().hex}"
+UNSENT = f"unsent-{uuid.uuid4().hex}"
 SESSION_ID = "mcp-session-id"
 NOTIFY_TIMEOUT = 5.0
-_LOST_SESSION = re.compile(rb"session|not initialized", re.IGNORECASE)
+_LOST_SESSION = re.compile(
+    rb'"message"\s*:\s*"(?:Bad Request: )?(?:No valid session ID provided|Session not found|Server not initialized'
+    rb'|(?:Missing|Invalid) session ID|Mcp-Session-Id header is required)\.?"',
+    re.IGNORECASE,
+)
 _NOTIFICATION = b'"method":"notifications/'
 
 
@@ -32,6 +39,9 @@ def shared_connections() -> httpx2.AsyncHTTPTransport:
     """
     # No limit on connections: waiting for one would count against a call's deadline; `max_inflight` is the limit.
     # `retries` are of connecting only, before anything was sent.
+    # One line for each call, with the address and what secrets are in it, is not what anybody wants to read.
+    if (log := logging.getLogger("httpx2")).level == logging.NOTSET:
+        log.setLevel(logging.WARNING)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
     return httpx2.AsyncHTTPTransport(retries=1, limits=limits)
 
@@ -143,7 +153,7 @@ class SoftTransport(httpx2.AsyncBaseTransport):
             return _error_reply(
                 request, INTERNAL_ERROR, f"the result is larger than {self._max_bytes} bytes", OVERSIZED
             )
-        if SESSION_ID in request.headers and _is_lost_session(response.status_code, body):
+        if _is_lost_session(request, response.status_code, body):
             # Refused before it was looked at, so that it may be sent again, on a new session.
             return _error_reply(request, CONNECTION_CLOSED, "it does not know the session any more", UNSENT)
         if _is_refusal(response.status_code) and not _is_error_reply(body):
@@ -165,10 +175,13 @@ class SoftTransport(httpx2.AsyncBaseTransport):
         return b"".join(pieces)
 
 
-def _is_lost_session(status: int, body: bytes) -> bool:
-    """Whether a request with a session id was refused because of it: the server has been restarted, or has cleaned up."""
-    # By the standard it is 404; servers made with the TypeScript SDK have several ways to say it with 400.
-    return status == 404 or (status == 400 and (not _is_error_reply(body) or _LOST_SESSION.search(body) is not None))
+def _is_lost_session(request: httpx2.Request, status: int, body: bytes) -> bool:
+    """Whether a request was refused because of its session: the server has been restarted, or has cleaned up."""
+    if status == 404:
+        return SESSION_ID in request.headers  # which is what the standard says
+    # Servers made with the TypeScript SDK say so with 400. Only in their own words: a call that was looked at, and maybe
+    # carried out, must not be sent again because its error speaks of some session.
+    return status == 400 and _LOST_SESSION.search(body) is not None
 
 
 def _is_refusal(status: int) -> bool:

@@ -79,7 +79,8 @@ def _checked_sequence(servers: Sequence[ServerConfig]) -> tuple[ServerConfig, ..
     for item in items:
         if not isinstance(item, ServerConfig):
             raise ServerConfigError(
-                f"Servers must be a path, a dictionary or a list of `ServerConfig`, got a list with {item!r}. "
+                f"Servers must be a path, a dictionary or a list of `ServerConfig`, got a list with "
+                f"{type(cast(object, item)).__name__}. "
                 f"To name a server object, pass a dictionary: {{'name': server}}."
             )
     names = [config.name for config in items]
@@ -155,7 +156,10 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
         )
     args: Any = fields.get("args", [])
     if not is_texts(args):
-        raise ServerConfigError(f"`args` of server {name!r} must be a list of strings, got {args!r}. Quote numbers.")
+        # Only what is wrong is shown: the rest may hold secrets.
+        wrong = [arg for arg in cast("list[Any]", args) if not isinstance(arg, str)] if isinstance(args, list) else None
+        got = f"a {type(cast(object, args)).__name__}" if wrong is None else f"{wrong} in it"
+        raise ServerConfigError(f"`args` of server {name!r} must be a list of strings, got {got}. Quote numbers.")
     cwd = expand(_text(name, fields, "cwd"), "cwd") if fields.get("cwd") is not None else None
     return ServerConfig(
         name=name,

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 
 from mcp_grpo.errors import CatalogError, ToolServerError
 from mcp_grpo.tools.cassette import Cassette
-from mcp_grpo.tools.catalog import Catalog, Tool, nearest_first
+from mcp_grpo.tools.catalog import MAX_NAME_LENGTH, Catalog, Tool, nearest_first
 from mcp_grpo.tools.http import shared_connections
 from mcp_grpo.tools.isolation import open_server
 from mcp_grpo.tools.loading import Servers, load_servers
@@ -218,8 +218,8 @@ class Lease:
         """
         tool = self._by_name.get(call.name)
         if tool is None:
-            names = nearest_first(str(call.name), self._by_name)
-            text = f"There is no tool `{call.name}`. The tools are: {names}."
+            name = str(call.name)[:MAX_NAME_LENGTH]
+            text = f"There is no tool `{name}`. The tools are: {nearest_first(name, self._by_name)}."
             return ToolResult(text=text, kind=ResultKind.UNKNOWN_TOOL)
         arguments: Any = call.arguments
         if not isinstance(arguments, Mapping):
@@ -230,7 +230,7 @@ class Lease:
             if prepared.refusal is not None:
                 return ToolResult(text=prepared.refusal, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
             result = await self._seats[tool.server].call(tool, prepared.arguments)
-            return with_repairs(result, prepared.repairs) if prepared.repairs else result
+            return with_repairs(result, prepared.repairs)
         except ToolServerError as error:
             return _failed(error, tool.server)
         except Exception as error:  # a bug of ours, or of a library; it must not take the other trajectories down

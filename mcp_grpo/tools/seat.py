@@ -2,14 +2,13 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 import anyio
 
 from mcp_grpo.errors import ToolServerError
-from mcp_grpo.tools.breaker import Breaker
 from mcp_grpo.tools.catalog import Tool
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.session import NotSentError, Session
@@ -46,16 +45,19 @@ class SessionSeat(ABC):
     Args:
         config ([`ServerConfig`]):
             The server.
-        breaker ([`Breaker`]):
-            Is told when a call was answered.
+        on_answer (`Callable[[], None]`):
+            Called when a call was answered.
         meta (`Mapping[str, Any]`, *optional*):
             Sent along with every call.
     """
 
-    def __init__(self, config: ServerConfig, breaker: Breaker, meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: ServerConfig, on_answer: Callable[[], None], meta: Mapping[str, Any] | None = None
+    ) -> None:
         self._config = config
-        self._breaker = breaker
+        self._on_answer = on_answer
         self._meta = meta
+        self._num_sent = 0
 
     @abstractmethod
     async def _acquire(self) -> Session:
@@ -87,7 +89,7 @@ class SessionSeat(ABC):
             num_attempts += 1
             seconds += result.seconds
             if not result.kind.is_server_fault:
-                self._breaker.answered()
+                self._on_answer()
             if result.kind is not ResultKind.SERVER_ERROR or num_attempts == max_attempts or seconds >= timeout:
                 break
             # Jittered: the calls that a broken server failed together should not all come back together.
@@ -97,10 +99,11 @@ class SessionSeat(ABC):
     async def _call_once(self, name: str, arguments: Mapping[str, Any], timeout: float) -> ToolResult:
         for _ in range(MAX_SESSIONS):
             session = await self._acquire()
+            self._num_sent += 1
             try:
                 return await session.call(name, arguments, timeout, self._meta)
             except NotSentError:
-                continue
+                self._num_sent -= 1
             finally:
                 self._release(session)
         raise ToolServerError(f"The server {self._config.name!r} keeps ending before a call can be sent to it.")

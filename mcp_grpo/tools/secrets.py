@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
+from urllib.parse import parse_qsl, urlsplit
 
 
 MIN_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
@@ -77,6 +78,44 @@ def hidden(values: tuple[str, ...], value: Any) -> Any:
     if isinstance(value, list):
         return [hidden(values, item) for item in cast("list[Any]", value)]
     return value
+
+
+def url_values(url: str) -> list[tuple[str, str]]:
+    """
+    What an address holds beside the place it leads to.
+
+    Args:
+        url (`str`):
+            The address.
+
+    Returns:
+        `list[tuple[str, str]]`: Names and values of its query, and its password.
+    """
+    parts = urlsplit(url)
+    return [*parse_qsl(parts.query), *([("password", parts.password)] if parts.password else [])]
+
+
+def without_secrets(args: Sequence[str]) -> list[str]:
+    """
+    A command's arguments, fit to be shown.
+
+    Args:
+        args (`Sequence[str]`):
+            The arguments.
+
+    Returns:
+        `list[str]`: The same, with `***` for the value of a flag whose name speaks of a secret (`--api-key abc`).
+    """
+    shown: list[str] = []
+    for before, arg in zip(["", *args], args, strict=False):
+        flag, is_assigned, _ = arg.partition("=")
+        if is_assigned and flag.startswith("-") and _SECRET_NAME.search(flag):
+            shown.append(f"{flag}=***")
+        elif before.startswith("-") and "=" not in before and not arg.startswith("-") and _SECRET_NAME.search(before):
+            shown.append("***")
+        else:
+            shown.append(arg)
+    return shown
 
 
 def _parts(headers: Iterable[str]) -> list[str]:

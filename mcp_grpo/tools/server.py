@@ -20,6 +20,8 @@ from mcp_grpo.tools.session import Handshake, Session
 
 logger = logging.getLogger(__name__)
 
+UNFORESEEN_DELAY = 1.0  # seconds before a start that failed for no known reason is tried again
+
 
 class OpenServer(ABC):
     """
@@ -61,6 +63,8 @@ class OpenServer(ABC):
         self._sessions: set[Session] = set()
         self._handshake: Handshake | None = None
         self._listed: tuple[types.Tool, ...] | None = None
+        self._reported: list[str] = []
+        self._num_reported = 0
         self._is_closed = False
 
     async def open(self) -> tuple[types.Tool, ...]:
@@ -115,6 +119,11 @@ class OpenServer(ABC):
             self.queue.remove(session)
         return session
 
+    def answered(self) -> None:
+        """Note that a call was answered."""
+        self.breaker.answered()
+        self.queue.error = None
+
     @abstractmethod
     async def _use(self, session: Session) -> None:
         """Put an open session to use; return when another one has to take its place."""
@@ -124,12 +133,16 @@ class OpenServer(ABC):
         while not self._is_closed:
             if session is None and (session := await self._start_again()) is None:
                 continue
-            if not self._is_closed:
+            try:
                 await self._use(session)
-            if not session.was_closed and not session.has_answered:
-                error = ToolServerError(session.obituary)
-                self.breaker.broke(error)
-                self._report(error)
+            except Exception:  # a keeper that ended would leave the server with a session less, for good
+                logger.exception("Keeping a session with server %r failed.", self.config.name)
+                session.ended.set()
+            if session.is_broken and not session.has_answered:
+                self.breaker.broke(ToolServerError(session.obituary), session.opened_at)
+            if session.is_unreachable:
+                self._handshake = None  # what comes back there may speak another protocol
+            self._report(ToolServerError(session.obituary))
             self._tasks.start_soon(self._end, session)
             session = None
 
@@ -140,6 +153,7 @@ class OpenServer(ABC):
             await session.open(self._tasks, self._spawning)
         except BaseException:
             self._sessions.discard(session)
+            self._handshake = None
             raise
         self._handshake = session.handshake
         self.num_starts += 1
@@ -153,22 +167,35 @@ class OpenServer(ABC):
         except ToolServerError as error:
             self._report(error)
             return None
+        except Exception as error:
+            logger.exception(
+                "Starting a session with server %r failed in a way that was not foreseen.", self.config.name
+            )
+            self._report(ToolServerError(f"{type(error).__name__}: {error}"))
+            await anyio.sleep(UNFORESEEN_DELAY)
+            return None
 
     def _report(self, error: ToolServerError) -> None:
         """Say what broke: in one line for a hiccup, and one for an outage, which those who wait need not wait out."""
-        if (reason := self.breaker.error) is not None:
+        num_failures, reason = self.breaker.num_failures, self.breaker.error
+        if reason is not None:
             self.queue.fail(reason)
-        if reason is not None or self.breaker.num_failures == 1:
+        if num_failures != self._num_reported and (reason is not None or num_failures == 1):
             logger.warning("%s", reason or error)
+        self._num_reported = num_failures
 
     async def _end(self, session: Session) -> None:
+        if session.is_unreachable:
+            await session.finished.wait()  # which it is once its last calls are answered, or late
         await session.close()
         self._sessions.discard(session)
 
     def _compare(self, tools: tuple[types.Tool, ...]) -> None:
-        """Report once what has changed since the run began; prompts and checks stay as they were."""
+        """Report what has changed since the run began, each change once; prompts and checks stay as they were."""
         self._listed = self._listed or tools
-        if tools != self._listed and (changes := catalog_changes(self._listed, tools)):
+        changes = catalog_changes(self._listed, tools) if tools != self._listed else []
+        if changes and changes != self._reported:
+            self._reported = changes
             logger.warning(
                 "The tools of server %r have changed: %s. The run goes on with those it began with.",
                 self.config.name,

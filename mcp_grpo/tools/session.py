@@ -88,26 +88,41 @@ class Session:
         self._exchanges: TaskGroup | None = None
         self._scope = anyio.CancelScope()
         self._is_started = False
+        self._is_closing = False
         self._settled = anyio.Event()  # open, or failed to open
-        self._finished = anyio.Event()
         self._failure: BaseException | None = None
         self._num_strikes = 0
+        self._num_inflight = 0
+        self._has_listed_again = False
         self.handshake = handshake or Handshake(_first_mode(config))
         """What the session knows about the server's protocol."""
         self.tools: tuple[types.Tool, ...] = ()
         """What the server offered when the session was opened."""
         self.ended = anyio.Event()
         """Set when no more calls can be sent."""
+        self.finished = anyio.Event()
+        """Set when the connection is closed, too."""
         self.was_closed = False
         """Whether it was ended by [`close`], and not by the server or by its silence."""
         self.has_answered = False
         """Whether the server has answered a call."""
+        self.is_unreachable = False
+        """Whether it ended because nothing listens there any more, or nothing that knows the session."""
+        self.opened_at = 0.0
+        """When it was opened, by the event loop's clock."""
+        self.num_abandoned = 0
+        """How many calls were sent and not waited for until they were answered."""
 
     @property
     def is_alive(self) -> bool:
         """Whether a call can be sent."""
         has_ended = self.ended.is_set() or (self._stdio is not None and self._stdio.ended.is_set())
         return self._exchanges is not None and not has_ended
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it ended, and not because we closed it."""
+        return self.ended.is_set() and not self.was_closed and not self.is_unreachable
 
     @property
     def obituary(self) -> str:
@@ -155,17 +170,18 @@ class Session:
                 Whether to skip the orderly end.
         """
         self.was_closed = self.was_closed or not self.ended.is_set()
+        self._is_closing = True
         self.ended.set()
         if not self._is_started:
             return
         with anyio.CancelScope(shield=True):
             if not force:
                 with anyio.move_on_after(CLOSE_TIMEOUT):
-                    await self._finished.wait()
+                    await self.finished.wait()
             self._scope.cancel()
             with anyio.move_on_after(CLOSE_TIMEOUT):
-                await self._finished.wait()
-        if not self._finished.is_set():
+                await self.finished.wait()
+        if not self.finished.is_set():
             logger.warning("The server %r did not let go of its session in time.", self._config.name)
 
     async def call(
@@ -192,17 +208,34 @@ class Session:
         params = types.CallToolRequestParams(name=name, arguments=dict(arguments), _meta=cast(Any, meta))
         exchange = _Exchange(types.CallToolRequest(params=params))
         start = time.monotonic()
-        if self._stdio is not None:
-            # Writing to our own transport never blocks, so that the SDK's clock is exact, and so is its cancelling.
-            await self._run(exchange, timeout)
-        else:
-            await self._run_apart(exchange, timeout)
+        self._num_inflight += 1
+        self.num_abandoned += 1
+        try:
+            if self._stdio is not None:
+                # Writing to our own transport never blocks, so that the SDK's clock is exact, and so is its cancelling.
+                await self._run(exchange, timeout)
+            else:
+                await self._run_apart(exchange, timeout)
+        finally:
+            self._num_inflight -= 1
         seconds = time.monotonic() - start
         if exchange.outcome is None or _is_timeout(exchange.outcome, seconds, timeout):
             return self._timed_out(timeout, seconds)
-        self._num_strikes = 0
+        self.num_abandoned -= 1
         result = self._as_result(exchange.outcome, seconds)
-        return result if result is not None else await self._broken_off(seconds)
+        if result is None:
+            return await self._broken_off(seconds)
+        self._note(result)
+        return result
+
+    def _note(self, result: ToolResult) -> None:
+        if result.kind is not ResultKind.SERVER_ERROR:
+            self._num_strikes = 0
+            return
+        self._num_strikes += 1
+        if self._http is not None and self._num_strikes >= MAX_STRIKES:
+            self.is_unreachable = True  # it may have forgotten the session, and say so in words of its own
+            self.ended.set()
 
     async def _run(self, exchange: _Exchange, timeout: float | None = None) -> None:
         assert self._client
@@ -255,8 +288,10 @@ class Session:
             case types.CallToolResult():
                 self.has_answered = True
                 return observed(outcome, config=self._config, seconds=seconds)
-            case MCPError() if is_unsent(outcome):
-                self.ended.set()  # nothing listens there; whoever opens the next session waits until something does
+            case MCPError() if self._http is not None and is_unsent(outcome):
+                # Nothing listens there any more. Whoever opens the next session waits until something does.
+                self.is_unreachable = True
+                self.ended.set()
                 raise NotSentError(f"The server {self._config.name!r} could not be reached: {outcome.message}")
             case MCPError():
                 kind, text = observed_error(outcome, self._config)
@@ -264,7 +299,7 @@ class Session:
                 return None if kind is None else self._result(text, kind, seconds)
             case ValueError():  # pydantic's: the reply is not what the protocol says
                 text = f"The server {self._config.name!r} answered with something that is not a tool result."
-                logger.warning("%s %s", text, outcome)
+                logger.warning("%s %s", text, self._config.redact(str(outcome)))
                 return self._result(text, ResultKind.SERVER_ERROR, seconds)
             case _:
                 self.ended.set()
@@ -274,7 +309,7 @@ class Session:
     async def _broken_off(self, seconds: float) -> ToolResult:
         self.ended.set()
         with anyio.move_on_after(LAST_WORDS_TIMEOUT):  # the end of the output comes before the exit code and stderr
-            await self._finished.wait()
+            await self.finished.wait()
         return self._result(self.obituary, ResultKind.SERVER_ERROR, seconds)
 
     def _result(self, text: str, kind: ResultKind, seconds: float) -> ToolResult:
@@ -304,11 +339,12 @@ class Session:
                     self._check_isolation()
                     discovered = client.session.discover_result
                     self.handshake = Handshake(client.protocol_version if discovered else "legacy", discovered)
-                    self._client, self._exchanges = client, exchanges
+                    self._client, self._exchanges, self.opened_at = client, exchanges, anyio.current_time()
                     self._settled.set()
                     if self._stdio is not None:
                         exchanges.start_soon(self._watch, self._stdio)
                     await self.ended.wait()
+                    await self._drain()
                     exchanges.cancel_scope.cancel()
         except Exception as error:  # kept for `open`; raised here it would take the other servers' sessions down
             self._failure = error
@@ -316,14 +352,22 @@ class Session:
             self.ended.set()
             self._exchanges = None
             self._settled.set()
-            self._finished.set()
+            self.finished.set()
+
+    async def _drain(self) -> None:
+        """A server that takes no more connections, as one that is being restarted, may still answer what it was asked."""
+        if self.is_unreachable:
+            with anyio.move_on_after(self._config.call_timeout):
+                while self._num_inflight and not self._is_closing:
+                    await anyio.sleep(0.05)
 
     async def _watch(self, stdio: StdioTransport) -> None:
         await stdio.ended.wait()
         self.ended.set()
 
     async def _on_message(self, message: object) -> None:
-        if isinstance(message, types.ToolListChangedNotification) and self._exchanges is not None:
+        if isinstance(message, types.ToolListChangedNotification) and self._exchanges and not self._has_listed_again:
+            self._has_listed_again = True  # once: some servers say so whenever they are asked for the list
             self._exchanges.start_soon(self._list_again)
         await anyio.lowlevel.checkpoint()
 

@@ -80,7 +80,7 @@ class StdioTransport:
     def stderr_tail(self) -> str:
         """The last lines of its error output, without secrets."""
         text = self._config.redact(self._stderr.decode("utf-8", "replace"))
-        return "\n".join(text.rstrip().splitlines()[-STDERR_LINES:])
+        return "\n".join(text[-STDERR_BYTES:].rstrip().splitlines()[-STDERR_LINES:])
 
     @property
     def is_stuck(self) -> bool:
@@ -170,7 +170,8 @@ class StdioTransport:
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr
         while chunk := await process.stderr.read(READ_SIZE):
-            self._stderr = (self._stderr + chunk)[-STDERR_BYTES:]
+            # More than is shown: of a secret that is cut in two, nothing could be recognised.
+            self._stderr = (self._stderr + chunk)[-2 * STDERR_BYTES :]
         self._stderr_ended.set()
 
     async def _write_stdin(

@@ -230,3 +230,12 @@ def test_whatever_is_sent_is_valid_and_whatever_was_valid_is_sent_unchanged(
     assert (prepared.refusal is None) == (not problems(compiled(schema), prepared.arguments))
     assert bool(prepared.repairs) == (prepared.arguments != arguments)
     assert not (was_valid and prepared.repairs)
+
+
+@pytest.mark.parametrize("text", ['{"days": NaN}', '{"days": 1e999}', '{"days": -Infinity}'])
+def test_a_number_that_json_does_not_have_is_the_policy_s_fault_and_not_sent_as_null(text: str) -> None:
+    assert "not valid JSON" in str(refusal({"city": "Bern", **json.loads(text)}))
+
+
+def test_a_number_that_cannot_be_checked_is_left_to_the_server() -> None:
+    assert refusal({"x": 10**400}, with_type({"type": "number", "multipleOf": 0.5})) is None

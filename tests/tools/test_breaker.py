@@ -83,7 +83,7 @@ async def test_a_start_that_works_does_not_make_up_for_sessions_that_never_answe
     for _ in range(MAX_FAILURES):
         async with guard.attempt():
             pass
-        guard.broke(ToolServerError("crashed"))
+        guard.broke(ToolServerError("crashed"), since=anyio.current_time())
     assert guard.error is not None
 
 
@@ -101,3 +101,27 @@ async def test_a_start_that_took_long_to_fail_opens_it_at_once(monkeypatch: pyte
     guard = Breaker("s")
     await fail(guard, seconds=0.02)
     assert guard.error is not None
+
+
+async def test_what_goes_down_together_is_one_failure() -> None:
+    guard = Breaker("s")
+    async with anyio.create_task_group() as tasks:
+        for _ in range(MAX_FAILURES):
+            tasks.start_soon(fail, guard, "down", 0.01)
+    assert guard.num_failures == 1
+
+
+async def test_whoever_waits_out_a_pause_is_woken_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "FIRST_DELAY", 60.0)
+    guard = Breaker("s")
+    await fail(guard)
+
+    async def probe() -> None:
+        async with guard.attempt():
+            pass
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(probe)
+            await anyio.sleep(0.05)
+            guard.answered()

@@ -123,7 +123,7 @@ async def test_a_replayed_run_gives_every_trajectory_what_it_got_without_any_ser
         assert pool.catalog == catalog
         assert await attempts(pool, make_task) == first
     assert {result.kind for results in first.values() for result in results} == {ResultKind.OK, ResultKind.TOOL_ERROR}
-    assert len({result.text for results in first.values() for result in results}) > 20  # or equality would say little
+    assert len({result.text for results in first.values() for result in results}) > 10  # or equality would say little
 
 
 async def test_a_recording_is_one_line_for_the_tools_and_one_for_each_call(path: Path, make_task: Tasks) -> None:

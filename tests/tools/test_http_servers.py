@@ -183,7 +183,6 @@ def refusal(status: int, code: int, message: str, **fields: Any) -> tuple[int, b
     "lost",
     [
         (404, b""),
-        (400, b""),
         refusal(404, -32001, "Session not found", id=None),
         refusal(400, -32000, "Bad Request: No valid session ID provided", id=None),
         refusal(400, -32000, "Bad Request: No valid session ID provided"),
@@ -205,6 +204,41 @@ async def test_a_server_that_forgot_the_session_is_given_a_new_one(lost: tuple[i
             server.shutdown()
             serving.join()
     assert (result.kind, result.text) == (ResultKind.OK, "hello")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (400, b""),
+        (400, b'{"detail": "card was declined"}'),
+        refusal(400, -32602, "checkout session is already paid", id=None),
+    ],
+)
+async def test_a_call_that_was_looked_at_and_refused_is_not_sent_again(reply: tuple[int, bytes]) -> None:
+    orders = []
+
+    class Shop(Forgetful):
+        def do_POST(self) -> None:
+            body = self.rfile.peek()
+            if b"tools/call" in body:
+                orders.append(1)
+                self.rfile.read(int(self.headers["content-length"]))
+                self.reply(*reply)
+            else:
+                super().do_POST()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Shop) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/mcp"
+            async with ToolPool([ServerConfig(name="f", transport="http", url=url, protocol="legacy")]) as pool:
+                result = await pool.call(call("greet"))
+        finally:
+            server.shutdown()
+            serving.join()
+    assert result.is_error
+    assert len(orders) == 1
 
 
 async def test_an_address_where_nobody_listens_is_reported() -> None:

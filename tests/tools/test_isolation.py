@@ -184,6 +184,41 @@ class TestExclusive:
                 async with pool.lease(TASK):
                     pass
 
+    async def test_trajectories_that_call_nothing_say_nothing_about_the_server(self, rogue: Rogue) -> None:
+        async with ToolPool([rogue(isolation="exclusive", pool_size=2)]) as pool:
+            for _ in range(10):
+                async with pool.lease(TASK):
+                    pass
+            assert pool._servers["rogue"].breaker.num_failures == 0
+
+    async def test_a_session_that_dies_in_the_instant_it_is_asked_for_is_replaced(self, rogue: Rogue) -> None:
+        async with ToolPool([rogue(isolation="exclusive", pool_size=1, spares=0)]) as pool:
+            (session,) = pool._servers["rogue"]._sessions
+            os.kill(session._stdio.pid, signal.SIGKILL)
+            while session.is_alive:
+                await anyio.sleep(0)
+            with anyio.fail_after(20):
+                async with pool.lease(TASK) as lease:
+                    await say(lease, "echo", text="hi")
+
+    async def test_a_session_that_dies_before_it_is_used_costs_the_trajectory_nothing(self, rogue: Rogue) -> None:
+        async with ToolPool([rogue(isolation="exclusive", pool_size=1, spares=1)]) as pool, pool.lease(TASK) as lease:
+            (session,) = pool._servers["rogue"]._leased
+            os.kill(session._stdio.pid, signal.SIGKILL)
+            await until(lambda: not session.is_alive)
+            results = await lease.call_all([call("echo", text="hi")] * 3)
+        assert [result.text for result in results] == ["hi"] * 3
+
+    async def test_a_session_with_a_call_that_was_given_up_is_not_used_again(self, rogue: Rogue) -> None:
+        config = rogue(isolation="exclusive", pool_size=1, spares=0, reset_tool="reset", call_timeout=0.5)
+        pids = []
+        async with ToolPool([config]) as pool:
+            for name in ("mute", "echo"):
+                async with pool.lease(TASK) as lease:
+                    pids.append(await say(lease, "whoami"))
+                    await lease.call(call(name))
+        assert pids[0] != pids[1]
+
     async def test_trajectories_that_need_two_servers_do_not_wait_for_each_other(self, rogue: Rogue) -> None:
         configs = [rogue(name=name, isolation="exclusive", pool_size=1, spares=0) for name in ("one", "two")]
 

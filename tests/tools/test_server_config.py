@@ -152,7 +152,7 @@ def test_disabled_servers_are_skipped() -> None:
         (HTTP | {"type": "carrier-pigeon"}, ["'carrier-pigeon'", "stdio"]),
         ({"url": "ftp://example.com"}, ["http://", "ftp"]),
         ({"command": ""}, ["`command`", "''"]),
-        (STDIO | {"args": "--flag"}, ["`args`", "'--flag'"]),
+        (STDIO | {"args": "--flag"}, ["`args`", "a str", "list"]),
         (STDIO | {"args": [8000]}, ["`args`", "8000", "Quote"]),
         (STDIO | {"env": ["A=b"]}, ["`env`", "list"]),
         (STDIO | {"env": {"PORT": 8000}}, ["`env`", "PORT", "Quote"]),
@@ -270,3 +270,20 @@ def test_results_lose_the_headers_but_not_those_about_formats() -> None:
         "***, ***, ***, application/json"
     )
     assert config.redact("application/json") == "***"
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (("--api-key", "abc", "run"), "p --api-key *** run"),
+        (("--token=abc",), "p --token=***"),
+        (("--verbose", "abc"), "p --verbose abc"),
+    ],
+)
+def test_a_secret_in_the_arguments_is_not_shown(args: tuple[str, ...], shown: str) -> None:
+    assert ServerConfig(name="s", transport="stdio", command="p", args=args).target == shown
+
+
+def test_a_secret_in_the_address_is_not_shown() -> None:
+    config = ServerConfig(name="s", transport="http", url="http://me:hunter2222@h/mcp?api_key=sk-0123456789")
+    assert config.redact("hunter2222 and sk-0123456789") == "*** and ***"
