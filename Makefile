@@ -1,4 +1,4 @@
-.PHONY: help quickstart test test-slow peers quality style clean
+.PHONY: help quickstart test test-slow peers benchmark quality style clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +20,9 @@ test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
 	$(BIN)/python tests/peers/install.py
 	$(BIN)/python -m pytest -m peers
+
+benchmark: $(VENV)/installed  ## Measure the tool pool on real server processes, and check what it promises (2 minutes)
+	$(BIN)/python benchmarks/tool_pool.py
 
 quality: $(VENV)/installed  ## Check lint, format, types, spelling and import rules
 	$(BIN)/ruff check .

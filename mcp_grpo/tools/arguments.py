@@ -20,6 +20,8 @@ MAX_PROBLEM_LENGTH = 200  # a message repeats the value that is wrong, and that 
 MAX_NUMBER_LENGTH = 40  # of a number that a repair repeats
 
 # The schema cannot be used after all: it refers to what is not there, to itself, or has a pattern of another dialect.
+SURELY_SHALLOW = 100  # brackets, of which the SDK can write as many inside each other
+
 _UNUSABLE = (Unresolvable, RecursionError, re.error, ArithmeticError, ValueError)
 
 Schema = Mapping[str, Any]
@@ -72,10 +74,12 @@ def unsendable(arguments: Mapping[str, Any]) -> str | None:
     Returns:
         `str` or `None`: What is wrong, or `None`.
     """
-    params = {"_": {"_": {"_": dict(arguments)}}}  # deeper than the message will be, so that the message fits too
     try:
-        json.dumps(params, allow_nan=False)  # or NaN would silently arrive as null
-        JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=params).model_dump_json()
+        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)  # or NaN would silently arrive as null
+        text.encode()
+        if text.count("[") + text.count("{") > SURELY_SHALLOW:
+            params = {"_": {"_": {"_": dict(arguments)}}}  # deeper than the message will be, so that that fits too
+            JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=params).model_dump_json()
     except (ValueError, TypeError, RecursionError):
         return "the arguments are not valid JSON text, or nested too deeply"
     return None

@@ -157,7 +157,9 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
     args: Any = fields.get("args", [])
     if not is_texts(args):
         # Only what is wrong is shown: the rest may hold secrets.
-        wrong = [arg for arg in cast("list[Any]", args) if not isinstance(arg, str)] if isinstance(args, list) else None
+        wrong = (
+            [arg for arg in cast("list[Any]", args) if not isinstance(arg, str)] if isinstance(args, list) else None
+        )
         got = f"a {type(cast(object, args)).__name__}" if wrong is None else f"{wrong} in it"
         raise ServerConfigError(f"`args` of server {name!r} must be a list of strings, got {got}. Quote numbers.")
     cwd = expand(_text(name, fields, "cwd"), "cwd") if fields.get("cwd") is not None else None

@@ -15,7 +15,7 @@ from mcp_grpo.tools.call_queue import CallQueue
 from mcp_grpo.tools.catalog import catalog_changes, offered_tools
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.seat import Seat
-from mcp_grpo.tools.session import Handshake, Session
+from mcp_grpo.tools.session import LAST_WORDS_TIMEOUT, Handshake, Session
 
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ class OpenServer(ABC):
                 logger.exception("Keeping a session with server %r failed.", self.config.name)
                 session.ended.set()
             if session.is_broken and not session.has_answered:
+                with anyio.move_on_after(LAST_WORDS_TIMEOUT):  # the exit code comes a moment after the end
+                    await session.finished.wait()
                 self.breaker.broke(ToolServerError(session.obituary), session.opened_at)
             if session.is_unreachable:
                 self._handshake = None  # what comes back there may speak another protocol
@@ -177,6 +179,8 @@ class OpenServer(ABC):
 
     def _report(self, error: ToolServerError) -> None:
         """Say what broke: in one line for a hiccup, and one for an outage, which those who wait need not wait out."""
+        if self._is_closed:
+            return
         num_failures, reason = self.breaker.num_failures, self.breaker.error
         if reason is not None:
             self.queue.fail(reason)

@@ -93,6 +93,7 @@ class Session:
         self._failure: BaseException | None = None
         self._num_strikes = 0
         self._num_inflight = 0
+        self._last_answer = 0.0
         self._has_listed_again = False
         self.handshake = handshake or Handshake(_first_mode(config))
         """What the session knows about the server's protocol."""
@@ -175,7 +176,7 @@ class Session:
         if not self._is_started:
             return
         with anyio.CancelScope(shield=True):
-            if not force:
+            if not force and self._settled.is_set():
                 with anyio.move_on_after(CLOSE_TIMEOUT):
                     await self.finished.wait()
             self._scope.cancel()
@@ -220,7 +221,7 @@ class Session:
             self._num_inflight -= 1
         seconds = time.monotonic() - start
         if exchange.outcome is None or _is_timeout(exchange.outcome, seconds, timeout):
-            return self._timed_out(timeout, seconds)
+            return self._timed_out(timeout, seconds, since=start)
         self.num_abandoned -= 1
         result = self._as_result(exchange.outcome, seconds)
         if result is None:
@@ -230,7 +231,7 @@ class Session:
 
     def _note(self, result: ToolResult) -> None:
         if result.kind is not ResultKind.SERVER_ERROR:
-            self._num_strikes = 0
+            self._num_strikes, self._last_answer = 0, time.monotonic()
             return
         self._num_strikes += 1
         if self._http is not None and self._num_strikes >= MAX_STRIKES:
@@ -273,10 +274,12 @@ class Session:
         finally:
             scope.cancel()
 
-    def _timed_out(self, timeout: float, seconds: float) -> ToolResult:
-        self._num_strikes += 1
+    def _timed_out(self, timeout: float, seconds: float, since: float) -> ToolResult:
+        if self._last_answer < since:  # or it is only this call that hangs
+            self._num_strikes += 1
         is_stuck = self._stdio is not None and self._stdio.is_stuck
-        if is_stuck or (self._num_strikes >= MAX_STRIKES and self._config.transport != "in_process"):
+        is_silent = self._num_strikes >= MAX_STRIKES and self._config.transport != "in_process"
+        if (is_stuck or is_silent) and not self.ended.is_set():
             # A server that reads nothing, or says nothing, would fail every trajectory from here on.
             logger.warning("The server %r does not react any more; its session is replaced.", self._config.name)
             self.ended.set()
@@ -387,6 +390,8 @@ class Session:
             )
 
     def _why_not_open(self, is_late: bool) -> str:
+        if self._is_closing and not is_late and self._failure is None:
+            return self.obituary
         config, failure = self._config, _first_cause(self._failure)
         if isinstance(failure, ToolServerError):
             return str(failure)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,29 @@ async def test_a_server_that_answers_nothing_any_more_is_replaced(rogue: Rogue) 
     async with ToolPool([rogue(call_timeout=0.2)]) as pool:
         kinds = [(await pool.call(call(name))).kind for name in ("stop_reading", "echo", "echo", "echo")]
     assert kinds == [ResultKind.TIMEOUT] * 3 + [ResultKind.OK]
+
+
+async def test_a_server_that_answers_others_is_not_replaced_for_calls_that_hang(rogue: Rogue) -> None:
+    async with ToolPool([rogue(call_timeout=0.5, max_inflight=16)]) as pool:
+        pid = await pid_of(pool)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(6):
+                tasks.start_soon(pool.call, call("mute"))
+            await anyio.sleep(0.25)
+            await pool.call(call("echo", text="hi"))
+        assert await pid_of(pool) == pid
+
+
+async def test_a_pool_that_is_closed_while_a_server_starts_does_not_wait_for_it(rogue: Rogue, tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    config = replace(rogue(pool_size=2), args=(str(script),))
+    script.write_text((SERVERS / "rogue.py").read_text())
+    async with ToolPool([config]) as pool:
+        script.write_text("import time; time.sleep(60)")
+        await pool.call(call("exit"))
+        await anyio.sleep(0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
 
 
 async def test_a_server_that_ends_at_once_is_reported_with_command_exit_code_and_last_words(rogue: Rogue) -> None:
