@@ -236,7 +236,7 @@ async def test_rewards_get_the_whole_structured_content_of_a_result_that_was_cut
 
 async def test_each_result_of_a_turn_has_the_budget_to_itself(pool: ToolPool) -> None:
     limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=200)
-    turn = said(call("echo", text="a" * 200), call("echo", text="b" * 201), call("multiply" * 100))
+    turn = said(call("echo", text="a" * 200), call("echo", text="b" * 201), call("echo", text="c" * 900))
     trajectory = await play(pool, turn, ANSWER, limits=limits)
     results = [exchange.result for exchange in trajectory.exchanges]
     assert [result.num_cut > 0 for result in results] == [False, True, True]
