@@ -43,4 +43,4 @@ def test_a_process_whose_server_breaks_stops_all_with_the_reason(tmp_path: Path,
     finished = launch(tmp_path, adding_model, dying_rank="1")
     assert finished.returncode != 0
     assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
-    assert "ended the connection during the call" in finished.stderr
+    assert "ended the connection" in finished.stderr
