@@ -5,8 +5,9 @@ What is taken from TRL without TRL's promise to keep it.
 reads, so that an upgrade which moves something fails there, in words, and not in the middle of a run.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from trl.trainer.utils import disable_dropout_in_model
 __all__ = [
     "COMPLETIONS",
     "ROW_MEAN_LOSSES",
+    "LossDenominator",
     "add_response_schema",
     "disable_dropout_in_model",
     "get_training_chat_template",
@@ -71,3 +73,81 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
             yield model
         finally:
             model.train(was_training)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDenominator:
+    """
+    What TRL divides a sum over tokens by, for each of its losses.
+
+    Args:
+        loss_type (`str`):
+            TRL's name of the loss.
+        accumulation (`float`):
+            Micro-batches per update, or 1 where nothing is accumulated.
+        max_completion_length (`int`):
+            Longest completion; `dr_grpo` divides by it.
+        num_items (`torch.Tensor` or `float`, *optional*):
+            Tokens in the loss per update and process, for the losses that divide by them (`dapo`, `cispo`, `vespo`).
+    """
+
+    loss_type: str
+    accumulation: float
+    max_completion_length: int
+    num_items: Any = None
+
+    @classmethod
+    def of(cls, trainer: GRPOTrainer, inputs: Mapping[str, Any]) -> "LossDenominator":
+        """
+        That of a trainer.
+
+        Args:
+            trainer (`GRPOTrainer`):
+                The trainer.
+            inputs (`Mapping[str, Any]`):
+                Inputs of its loss.
+
+        Returns:
+            [`LossDenominator`]: The denominator.
+        """
+        self: Any = trainer
+        accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            num_items = num_items * accumulation / self.args.steps_per_generation
+        return cls(
+            loss_type=self.loss_type,
+            accumulation=accumulation,
+            max_completion_length=self.max_completion_length,
+            num_items=num_items,
+        )
+
+    def __call__(self, per_token: torch.Tensor, selected: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """
+        Sum up a term over some tokens, as the loss sums up its own over those in `mask`.
+
+        Args:
+            per_token (`torch.Tensor` of shape `(B, T)`):
+                The term.
+            selected (`torch.Tensor` of shape `(B, T)`):
+                1 for the tokens to sum over.
+            mask (`torch.Tensor` of shape `(B, T)`):
+                1 for the tokens that the loss counts.
+
+        Returns:
+            `torch.Tensor`: A scalar, to be added to the loss.
+        """
+        rows = (per_token * selected).sum(-1)
+        if self.loss_type in ("dapo", "cispo", "vespo"):
+            return rows.sum() / self.num_items
+        if self.loss_type in ("grpo", "sapo"):
+            total = (rows / mask.sum(-1).clamp(min=1.0)).mean()
+        elif self.loss_type == "bnpo":
+            total = rows.sum() / mask.sum().clamp(min=1.0)
+        elif self.loss_type == "dr_grpo":
+            total = rows.sum() / (per_token.size(0) * self.max_completion_length)
+        elif self.loss_type == "luspo":
+            total = rows.mean()
+        else:
+            raise ValueError(f"Unknown loss type: {self.loss_type}")
+        return total / self.accumulation

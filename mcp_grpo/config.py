@@ -10,10 +10,13 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.rollout import Limits
+from mcp_grpo.learning import GrammarRoles, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
+from mcp_grpo.rollout import Limits, Renderer
+from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
 
 
+SCHEMA_MASKS = ["off", "syntax", "grammar", "sampler"]
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
 
@@ -39,6 +42,29 @@ class MCPGRPOConfig(GRPOConfig):
         max_failed_fraction (`float`, *optional*, defaults to `0.25`):
             Share of the trajectories of a batch that may fail for reasons the policy is not to blame for (a server that
             broke, a deadline). With more, training stops with an error that says what broke.
+        schema_mask (`str`, *optional*, defaults to `"off"`):
+            Whether the syntax of tool calls leaves the policy loss, token by token. `"syntax"` finds it by the chat
+            template and the tools' schemas; `"grammar"` by a grammar of them, which needs the extra `grammar`;
+            `"sampler"` by what the sampler says, with `constrained_decoding`.
+        schema_mask_min_prob (`float`, *optional*, defaults to `0.99`):
+            Smallest probability that a token of syntax was sampled with to be masked. Where the format is not reliable
+            yet, nothing is masked, and it is learnt. 0 masks all of it.
+        schema_mask_weight (`float`, *optional*, defaults to `0.0`):
+            What the advantage of a masked token is multiplied by. 0 takes it out of the loss and its denominators;
+            anything more leaves it in, with that weight.
+        mask_trigger (`bool`, *optional*, defaults to `False`):
+            Whether the tokens that open a tool call are masked too, and with them the choice to call one.
+        kl_on_forced (`bool`, *optional*, defaults to `True`):
+            Whether masked tokens keep their KL term, if `beta` is not 0, so that the format does not drift unseen.
+        min_unforced_tokens (`int`, *optional*, defaults to `16`):
+            Tokens that must stay in the loss of a batch. The least probable of the masked ones come back to make up for
+            it.
+        min_unforced_fraction (`float`, *optional*, defaults to `0.3`):
+            The same, as a share of the tokens that the policy sampled.
+        constrained_decoding (`bool`, *optional*, defaults to `False`):
+            Whether tool calls are sampled under the grammar of the tools, so that they are always valid. The policy then
+            does not learn the format, and ratios are those of the constrained distribution. Needs the extra `grammar`,
+            and `schema_mask="sampler"`.
         cassette (`str`, *optional*):
             File in which tool calls are recorded, or from which they are answered. Each process has its own.
         cassette_mode (`str`, *optional*, defaults to `"record"`):
@@ -73,6 +99,55 @@ class MCPGRPOConfig(GRPOConfig):
             "server that broke, a deadline). With more, training stops with an error that says what broke.",
         },
     )
+    schema_mask: str = field(
+        default="off",
+        metadata={
+            "help": "Whether the syntax of tool calls leaves the policy loss, token by token.",
+            "choices": SCHEMA_MASKS,
+        },
+    )
+    schema_mask_min_prob: float = field(
+        default=0.99,
+        metadata={
+            "help": "Smallest probability that a token of syntax was sampled with to be masked. 0 masks all of it.",
+        },
+    )
+    schema_mask_weight: float = field(
+        default=0.0,
+        metadata={
+            "help": "What the advantage of a masked token is multiplied by. 0 takes it out of the loss altogether.",
+        },
+    )
+    mask_trigger: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the tokens that open a tool call are masked too, and with them the choice to call one.",
+        },
+    )
+    kl_on_forced: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether masked tokens keep their KL term, if `beta` is not 0, so that the format does not drift unseen.",
+        },
+    )
+    min_unforced_tokens: int = field(
+        default=16,
+        metadata={
+            "help": "Tokens that must stay in the loss of a batch. The least probable of the masked ones come back.",
+        },
+    )
+    min_unforced_fraction: float = field(
+        default=0.3,
+        metadata={
+            "help": "The same, as a share of the tokens that the policy sampled.",
+        },
+    )
+    constrained_decoding: bool = field(
+        default=False,
+        metadata={
+            "help": 'Whether tool calls are sampled under the grammar of the tools. Needs `schema_mask="sampler"`.',
+        },
+    )
     cassette: str | None = field(
         default=None,
         metadata={
@@ -104,6 +179,27 @@ class MCPGRPOConfig(GRPOConfig):
             )
         if not 0 <= self.max_failed_fraction <= 1:
             raise SettingsError(f"`max_failed_fraction` must be between 0 and 1, got {self.max_failed_fraction}.")
+        self._check_schema_mask()
+
+    def _check_schema_mask(self) -> None:
+        if self.schema_mask not in SCHEMA_MASKS:
+            raise SettingsError(f"`schema_mask` must be one of {SCHEMA_MASKS}, got {self.schema_mask!r}.")
+        if self.constrained_decoding != (self.schema_mask == "sampler"):
+            raise SettingsError(
+                f"`constrained_decoding={self.constrained_decoding}` does not go with `schema_mask={self.schema_mask!r}`: a "
+                "token that a constraint forced was no decision of the policy, and only the sampler knows which were. Set "
+                '`schema_mask="sampler"` with constrained decoding, and another without.'
+            )
+        if self.constrained_decoding and self.importance_sampling_level != "token":
+            raise SettingsError(
+                '`constrained_decoding` needs `importance_sampling_level="token"`, got '
+                f"{self.importance_sampling_level!r}: over a sequence, ratios would weigh down just those whose format is weak."
+            )
+        for name in ("schema_mask_min_prob", "schema_mask_weight", "min_unforced_fraction"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise SettingsError(f"`{name}` must be between 0 and 1, got {value}.")
+        if self.min_unforced_tokens < 0:
+            raise SettingsError(f"`min_unforced_tokens` must be 0 or more, got {self.min_unforced_tokens}.")
 
     @property
     def replays(self) -> bool:
@@ -120,6 +216,62 @@ class MCPGRPOConfig(GRPOConfig):
         if self.cassette is None:
             return None
         return Cassette.for_rank(self.cassette, cast(Any, self.cassette_mode), self.process_index)
+
+    def make_grammars(self, renderer: Renderer) -> TurnGrammars | None:
+        """
+        The grammars that turns are sampled under, or told syntax from choices by.
+
+        Args:
+            renderer (`Renderer`):
+                Knows how the policy's calls are written.
+
+        Returns:
+            [`TurnGrammars`] or `None`: The grammars, if they are needed.
+        """
+        if self.schema_mask not in ("grammar", "sampler"):
+            return None
+        return TurnGrammars(
+            renderer.tokenizer,
+            end_of_turn_ids=renderer.end_of_turn_ids,
+            chat_template_kwargs=renderer.chat_template_kwargs,
+        )
+
+    def make_schema_mask(self, renderer: Renderer, grammars: TurnGrammars | None) -> SchemaMask | None:
+        """
+        What masks the syntax of tool calls.
+
+        Args:
+            renderer (`Renderer`):
+                Knows how the policy's calls are written.
+            grammars ([`TurnGrammars`], *optional*):
+                From [`make_grammars`].
+
+        Returns:
+            [`SchemaMask`] or `None`: The mask, if there is to be one. Raises [`SettingsError`] if the format of the
+            policy's calls is not known.
+        """
+        if self.schema_mask == "off":
+            return None
+        rule = MaskRule(
+            min_prob=self.schema_mask_min_prob,
+            mask_trigger=self.mask_trigger,
+            min_unforced_tokens=self.min_unforced_tokens,
+            min_unforced_fraction=self.min_unforced_fraction,
+        )
+        if grammars is not None:
+            return SchemaMask((SamplerRoles if self.constrained_decoding else GrammarRoles)(grammars), rule)
+        syntax = SyntaxRoles(
+            renderer.tokenizer,
+            end_of_turn_ids=renderer.end_of_turn_ids,
+            chat_template=renderer.chat_template,
+            chat_template_kwargs=renderer.chat_template_kwargs,
+        )
+        if not syntax.is_supported:
+            raise SettingsError(
+                "The chat template writes tool calls in a way that `schema_mask` cannot read, so nothing could be masked. "
+                'Set `schema_mask="off"`.'
+            )
+        return SchemaMask(lambda segment, tools: syntax.roles(segment.token_ids, tools), rule)
 
     def limits(self, model_config: PretrainedConfig) -> Limits:
         """

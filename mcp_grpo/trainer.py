@@ -1,27 +1,40 @@
 """`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
-from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
+from mcp_grpo._trl import (
+    COMPLETIONS,
+    ROW_MEAN_LOSSES,
+    LossDenominator,
+    disable_dropout_in_model,
+    policy_for_generation,
+)
 from mcp_grpo.config import MCPGRPOConfig, check_arguments
 from mcp_grpo.errors import RolloutError, SettingsError
-from mcp_grpo.learning import Ratio, check_failures, check_groups, trajectory_metrics
-from mcp_grpo.monitor import rewrite_card
+from mcp_grpo.learning import (
+    SchemaMask,
+    check_failures,
+    check_groups,
+    kl_of_masked,
+    padded_masks,
+    reduced,
+    rollout_columns,
+    trajectory_metrics,
+)
+from mcp_grpo.publishing import PublishingTrainer
 from mcp_grpo.rollout import Renderer, RolloutEngine, TransformersGenerator, derived_seed
 from mcp_grpo.tasks import task_from_row, tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
 
 
-class MCPGRPOTrainer(GRPOTrainer):
+class MCPGRPOTrainer(PublishingTrainer):
     """
     Trainer for Group Relative Policy Optimization (GRPO) on tools of MCP servers.
 
@@ -72,9 +85,6 @@ class MCPGRPOTrainer(GRPOTrainer):
     ```
     """
 
-    _tag_names = ["trl", "grpo", "mcp-grpo"]  # noqa: RUF012 (TRL's own attribute)
-    _name = "MCP-GRPO"
-
     # Narrower, or wider, than `transformers` has them: what they are here.
     args: MCPGRPOConfig
     accelerator: Any
@@ -101,6 +111,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._tasks: list[Task] = []
         self._trajectories: list[Trajectory] = []
         self._num_rollouts = 0
+        self._schema_mask: SchemaMask | None = None
         if servers is None and not args.replays:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
@@ -122,6 +133,8 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._renderer.check_tools([tool.schema for tool in self._engine.catalog.tools])
             self._limits = args.limits(self.model.config)
             self._engine.check_prompts(tasks, self._renderer, self._limits)
+            self._grammars = args.make_grammars(self._renderer)
+            self._schema_mask = args.make_schema_mask(self._renderer, self._grammars)
             # The sampler has none, so that with dropout every ratio would be off before the first step.
             disable_dropout_in_model(self.model)
         except BaseException:
@@ -186,6 +199,7 @@ class MCPGRPOTrainer(GRPOTrainer):
                 limits=self._limits,
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,
+                grammars=self._grammars if self.args.constrained_decoding else None,
                 # What training generates at a time fits into memory.
                 max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
                 on_done=on_done,
@@ -193,18 +207,15 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     def _rollout(self) -> dict[str, list]:
         """What TRL asks of a `rollout_func`, for the tasks at hand."""
-        self._trajectories = self._attempt(self._tasks)
-        # TRL cannot take an empty completion. One masked token stands for it.
-        nothing = [self._tokenizer.eos_token_id]
-        return {
-            "prompt_ids": [list(t.prompt_ids) for t in self._trajectories],
-            "completion_ids": [list(t.completion_ids) or nothing for t in self._trajectories],
-            "logprobs": [list(t.logprobs) or [0.0] for t in self._trajectories],
-            "env_mask": [
-                [0] * max(1, len(t.sampled_mask)) if t.is_failed else list(t.sampled_mask) for t in self._trajectories
-            ],
-            "trajectory": list(self._trajectories),
-        }
+        assert self._engine
+        self._trajectories, self._mask_metrics = self._attempt(self._tasks), {}
+        if self._schema_mask is not None:
+            self._trajectories, self._mask_metrics = self._schema_mask(
+                self._trajectories, self._engine.schemas_for, gather_object, self.accelerator.process_index
+            )
+        return rollout_columns(
+            self._trajectories, self._tokenizer.eos_token_id, is_soft=self.args.schema_mask_weight > 0
+        )
 
     def _generate(self, prompts: list) -> tuple:
         if self._engine is None:
@@ -239,7 +250,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         rows = [{**row, "prompt": list(task.prompt)} for row, task in zip(inputs, self._tasks, strict=True)]
         batch = super()._generate_and_score_completions(rows)
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
-        metrics = self._reduce(trajectory_metrics(self._trajectories))
+        metrics = reduced(trajectory_metrics(self._trajectories) | self._mask_metrics, self.accelerator)
         for key, value in metrics.items():
             self._metrics[mode][key].append(value)
         failed = metrics["rollout/failed_fraction"]
@@ -251,50 +262,36 @@ class MCPGRPOTrainer(GRPOTrainer):
             if mode == "train" and self.state.global_step and self.args.save_strategy != "no":
                 self._save_checkpoint(self.model, trial=None)  # to go on from once the servers are mended
             raise
+        if self._schema_mask is not None:
+            batch["masked"] = padded_masks(self._trajectories, like=batch["completion_ids"])
         if failed and self.loss_type in ROW_MEAN_LOSSES:
             batch["row_scale"] = torch.tensor(1 / (1 - failed) if failed < 1 else 0.0, device=self.accelerator.device)
         return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if "row_scale" not in inputs:
+        if "row_scale" not in inputs and "masked" not in inputs:
             return super()._compute_loss(model, inputs)
-        scale, beta = inputs["row_scale"].item(), self.beta
+        scale, beta, weight = inputs.get("row_scale", 1.0), self.beta, self.args.schema_mask_weight
+        advantages = inputs["advantages"] * scale
+        if "masked" in inputs and weight > 0:
+            advantages = advantages.unsqueeze(1) * (1 - inputs["masked"] * (1 - weight))
         try:
             # The policy term and the KL term, which are means over rows, but not the entropy bonus, which is not.
-            self.beta = beta * scale
-            return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
+            self.beta = float(beta * scale)
+            loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
+            if "masked" in inputs and self.beta and self.args.kl_on_forced and weight == 0:
+                kl = kl_of_masked(
+                    self._logps,
+                    inputs,
+                    LossDenominator.of(self, inputs),
+                    is_corrected=self.args.use_bias_correction_kl,
+                )
+                loss = loss + self.beta * kl
+            return loss
         finally:
             self.beta = beta
 
-    def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(model_name, *args, **kwargs)
-        if self._engine is not None and self.is_world_process_zero():
-            folder = Path(cast("str", self.args.output_dir))
-            rewrite_card(
-                folder / "README.md",
-                self._engine.catalog,
-                model_name=model_name or folder.name,
-                model_id=self.hub_model_id or folder.name,
-                is_adapter=bool(is_peft_model(self.model)),
-            )
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self._engine is None:
-            return super()._save(output_dir, state_dict)
-        # The template the policy was trained on goes with it: with the stock one it would see other histories.
-        stock = self._tokenizer.chat_template
-        self._tokenizer.chat_template = self._renderer.chat_template or stock
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self._tokenizer.chat_template = stock
-        if "ref" in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {}):
-            # The reference is made anew from the adapter one starts with. Saved beside it, it is all that a resumed
-            # run would load: the policy would silently start from zero.
-            shutil.rmtree(Path(cast("str", output_dir or self.args.output_dir), "ref"), ignore_errors=True)
-
-    def _reduce(self, ratios: dict[str, Ratio]) -> dict[str, float]:
-        """Ratios added up over all ranks, then divided."""
-        local = torch.tensor([[r.total, r.count] for r in ratios.values()], device=self.accelerator.device)
-        sums = self.accelerator.gather(local).view(-1, len(ratios), 2).sum(dim=0).tolist()
-        return {key: total / count for key, (total, count) in zip(ratios, sums, strict=True) if count}
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logps = output[0]
+        return output

@@ -5,12 +5,14 @@ The values that flow through a rollout: made once, never edited.
 log-probabilities and token ids cannot get out of step: they are all read off the same segments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
+
+from mcp_grpo.token_view import TokenView, ViewCall, ViewToken
 
 
 Message = dict[str, Any]  # a chat message, as chat templates and TRL take it
@@ -196,10 +198,14 @@ class Segment:
         logprobs (`tuple[float, ...]`, *optional*):
             One log-probability per token under the distribution it was sampled from. `None` for tokens that the
             environment wrote.
+        allowed_logprobs (`tuple[float, ...]`, *optional*):
+            For tokens that were sampled under a constraint, the log-probability that the policy gave to all that the
+            constraint allowed there. `None` for tokens that were sampled freely.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
+    allowed_logprobs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -209,11 +215,24 @@ class Segment:
                 f"A sampled segment needs one log-probability per token, got {len(self.logprobs)} for "
                 f"{len(self.token_ids)} tokens. Pass the generator's output as it is."
             )
+        if self.allowed_logprobs is not None and len(self.allowed_logprobs) != len(self.logprobs or ()):
+            raise ValueError(
+                f"A segment sampled under a constraint needs one entry of `allowed_logprobs` per token, got "
+                f"{len(self.allowed_logprobs)} for {len(self.logprobs or ())}. Pass the generator's output as it is."
+            )
 
     @property
     def sampled(self) -> bool:
         """Whether the policy wrote these tokens."""
         return self.logprobs is not None
+
+
+class VocabularyLike(Protocol):
+    """What knows the bytes of each token, such as a `Vocabulary`."""
+
+    def pieces(self, ids: Sequence[int], /) -> list[bytes]:
+        """The exact bytes of each token."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +260,13 @@ class Trajectory:
             Wall-clock time from the first token to the end.
         error (`str`, *optional*):
             What broke, for a trajectory that failed.
+        roles (`tuple[TokenRole, ...]`, *optional*):
+            What each completion token is to its author. `None` takes every sampled token for a choice.
+        masked (`tuple[bool, ...]`, *optional*):
+            Whether the policy loss leaves a completion token out although the policy wrote it. `None` if it leaves
+            none out.
+        vocabulary (`VocabularyLike`, *optional*):
+            What knows the bytes of each token, for [`explain`].
 
     Example:
 
@@ -259,10 +285,19 @@ class Trajectory:
     stop_reason: StopReason
     seconds: float = 0.0
     error: str | None = None
+    roles: tuple[TokenRole, ...] | None = None
+    masked: tuple[bool, ...] | None = None
+    vocabulary: VocabularyLike | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(f"The trajectory of task {self.task.task_id!r} has no prompt tokens.")
+        for name, values in (("roles", self.roles), ("masked", self.masked)):
+            if values is not None and len(values) != len(self.completion_ids):
+                raise ValueError(
+                    f"`{name}` needs one entry per completion token, tool results included; got {len(values)} for "
+                    f"{len(self.completion_ids)} tokens (task {self.task.task_id!r})."
+                )
 
     @cached_property
     def completion_ids(self) -> tuple[int, ...]:
@@ -273,6 +308,15 @@ class Trajectory:
     def sampled_mask(self) -> tuple[int, ...]:
         """1 where the policy sampled the token, 0 where the environment wrote it."""
         return tuple(chain.from_iterable([int(s.sampled)] * len(s.token_ids) for s in self.segments))
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 where the policy loss looks: sampled, not masked, and not in a trajectory that failed."""
+        if self.is_failed:
+            return (0,) * len(self.sampled_mask)
+        if self.masked is None:
+            return self.sampled_mask
+        return tuple(int(s and not m) for s, m in zip(self.sampled_mask, self.masked, strict=True))
 
     @cached_property
     def logprobs(self) -> tuple[float, ...]:
@@ -303,3 +347,54 @@ class Trajectory:
     def is_failed(self) -> bool:
         """Whether it ended for a reason the policy is not to blame for; it is then left out of loss and baseline."""
         return self.stop_reason.is_failure
+
+    def explain(self, *, reward: float | None = None) -> TokenView:
+        """
+        Show it token by token: who wrote each, what it is, how likely it was, and whether the policy loss sees it.
+
+        Args:
+            reward (`float`, *optional*):
+                What it was worth, to be shown with it.
+
+        Returns:
+            [`TokenView`]: Shows in a notebook or a terminal, and can be saved as a page.
+        """
+        if self.vocabulary is None:
+            raise ValueError(
+                f"The trajectory of task {self.task.task_id!r} has no `vocabulary` to tell what its tokens say. Those "
+                "that `MCPGRPOTrainer.roll_out` returns have one."
+            )
+        pieces = self.vocabulary.pieces(self.prompt_ids + self.completion_ids)
+        length, start = len(self.completion_ids), len(self.prompt_ids)
+        tokens = [
+            ViewToken(token_id=token_id, piece=piece, author="prompt")
+            for token_id, piece in zip(self.prompt_ids, pieces[:start], strict=True)
+        ]
+        by_author = (TokenRole.ENVIRONMENT, TokenRole.CHOICE)
+        roles = self.roles or tuple(by_author[sampled] for sampled in self.sampled_mask)
+        # Nothing of a trajectory that failed is trained on.
+        masked = (True,) * length if self.is_failed else self.masked or (False,) * length
+        columns = (self.completion_ids, pieces[start:], self.turn_ids, self.logprobs, roles, masked)
+        turn = None
+        for token_id, piece, turn_id, logprob, role, is_masked in zip(*columns, strict=True):
+            sampled = turn_id >= 0
+            turn = turn_id if sampled else turn  # a reply belongs to the turn it answers
+            tokens.append(
+                ViewToken(
+                    token_id=token_id,
+                    piece=piece,
+                    author="policy" if sampled else "environment",
+                    role=role.value,
+                    logprob=logprob if sampled else None,
+                    masked=is_masked and sampled,
+                    turn=turn,
+                )
+            )
+        return TokenView(
+            task_id=self.task.task_id,
+            stop_reason=self.stop_reason.value,
+            tokens=tuple(tokens),
+            calls=tuple(ViewCall(name=e.call.name, kind=e.result.kind.value, turn=e.turn) for e in self.exchanges),
+            reward=reward,
+            failure=(self.error or "") if self.is_failed else None,
+        )

@@ -1,7 +1,10 @@
 """Figures about trajectories that say whether a run is healthy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from mcp_grpo.types import ResultKind, StopReason, Trajectory
 
@@ -43,12 +46,19 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
             - `tools/cut_rate`: share of calls whose result was cut because it was over the token budget.
             - `tools/retried_rate`: share of calls that were sent more than once.
             - `tools/seconds`: seconds per call that a server took.
+            - `rollout/force_rate`: share of the sampled tokens that were sampled under a constraint.
+            - `rollout/neg_log_allowed`: of those, the mean of -log of the probability that the policy gave to all that
+              the constraint allowed; 0 for a policy that needs no constraint.
             - `rollout/failed_fraction`: share of trajectories left out of loss and baseline.
             - `rollout/seconds`: seconds per trajectory.
     """
     results = [exchange.result for trajectory in trajectories for exchange in trajectory.exchanges]
     kinds = [result.kind for result in results]
     stops = [trajectory.stop_reason for trajectory in trajectories]
+
+    sampled = [segment for trajectory in trajectories for segment in trajectory.segments if segment.sampled]
+    num_sampled = sum(len(segment.token_ids) for segment in sampled)
+    allowed = [logprob for segment in sampled for logprob in segment.allowed_logprobs or ()]
 
     def per_trajectory(total: float) -> Ratio:
         return Ratio(total=total, count=len(trajectories))
@@ -67,6 +77,26 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
         "tools/cut_rate": per_call(sum(result.num_cut > 0 for result in results)),
         "tools/retried_rate": per_call(sum(result.num_attempts > 1 for result in results)),
         "tools/seconds": per_call(sum(result.seconds for result in results)),
+        "rollout/force_rate": Ratio(total=len(allowed), count=num_sampled),
+        "rollout/neg_log_allowed": Ratio(total=-sum(allowed), count=len(allowed)),
         "rollout/failed_fraction": per_trajectory(sum(trajectory.is_failed for trajectory in trajectories)),
         "rollout/seconds": per_trajectory(sum(trajectory.seconds for trajectory in trajectories)),
     }
+
+
+def reduced(ratios: Mapping[str, Ratio], accelerator: Any) -> dict[str, float]:
+    """
+    Ratios added up over all ranks, then divided.
+
+    Args:
+        ratios (`Mapping[str, Ratio]`):
+            Those of this rank; all ranks have the same keys.
+        accelerator (`accelerate.Accelerator`):
+            Knows the other ranks.
+
+    Returns:
+        `dict[str, float]`: The means of all that were counted at all.
+    """
+    local = torch.tensor([[ratio.total, ratio.count] for ratio in ratios.values()], device=accelerator.device)
+    sums = accelerator.gather(local).view(-1, len(ratios), 2).sum(dim=0).tolist()
+    return {key: total / count for key, (total, count) in zip(ratios, sums, strict=True) if count}

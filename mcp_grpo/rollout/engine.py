@@ -14,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 
 from mcp_grpo.errors import CatalogError
 from mcp_grpo.rollout.generator import Generator
+from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.renderer import Renderer
 from mcp_grpo.tools import Cassette, Catalog, Tool, ToolPool
@@ -54,6 +55,19 @@ class RolloutEngine:
     def catalog(self) -> Catalog:
         """The tools of the open servers."""
         return self._pool.catalog
+
+    def schemas_for(self, task: Task) -> list[dict[str, Any]]:
+        """
+        The tools of a task, as chat templates take them.
+
+        Args:
+            task (`Task`):
+                A task of tools that exist.
+
+        Returns:
+            `list[dict[str, Any]]`: Their schemas.
+        """
+        return [tool.schema for tool in self.catalog.tools_for(task)]
 
     def close(self) -> None:
         """End every server. Safe to call more than once."""
@@ -111,6 +125,7 @@ class RolloutEngine:
         limits: Limits,
         temperature: float = 1.0,
         seed: int = 0,
+        grammars: TurnGrammars | None = None,
         max_concurrent: int | None = None,
         on_done: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
@@ -130,6 +145,8 @@ class RolloutEngine:
                 Temperature of sampling.
             seed (`int`, *optional*, defaults to `0`):
                 Seed of all of them; each gets its own.
+            grammars (`TurnGrammars`, *optional*):
+                Confine every turn to the grammar of its tools. `None` samples freely.
             max_concurrent (`int`, *optional*):
                 How many may be under way at a time; all of them, if not given.
             on_done (`Callable[[Trajectory], None]`, *optional*):
@@ -151,6 +168,7 @@ class RolloutEngine:
                     limits=limits,
                     temperature=temperature,
                     seed=derived_seed(seed, index),
+                    grammars=grammars,
                 )
             trajectories[index] = trajectory
             if on_done is not None:

@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from mcp_grpo.rollout.grammar import TurnGrammar
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -18,11 +20,14 @@ class Sampling:
             Temperature of the distribution. 0 takes the most likely token.
         seed (`int`, *optional*, defaults to `0`):
             Start of this turn's own stream of random numbers. What else is in the batch does not change it.
+        constraint ([`TurnGrammar`], *optional*):
+            Grammar that the turn is confined to, so that its tool calls are always valid. `None` samples freely.
     """
 
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
+    constraint: TurnGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +42,15 @@ class Generation:
             Log-probability of each token under the distribution it was sampled from.
         finish_reason (`Literal["stop", "length"]`):
             Whether the policy ended its turn or ran out of tokens.
+        allowed_logprobs (`tuple[float, ...]`, *optional*):
+            `log Z` of each token: of the probability that the policy gave to all tokens the constraint allowed there,
+            at the sampling temperature. `None` if there was no constraint.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
+    allowed_logprobs: tuple[float, ...] | None = None
 
 
 class Generator(Protocol):

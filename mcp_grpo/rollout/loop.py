@@ -9,6 +9,7 @@ import anyio
 
 from mcp_grpo.errors import RolloutError, ToolServerError
 from mcp_grpo.rollout.generator import Generator, Sampling
+from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
 from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
@@ -48,6 +49,7 @@ async def roll_out(
     limits: Limits,
     temperature: float = 1.0,
     seed: int = 0,
+    grammars: TurnGrammars | None = None,
 ) -> Trajectory:
     """
     Attempt a task once: generate, call the tools, append what they say, until an answer or a limit.
@@ -69,11 +71,13 @@ async def roll_out(
             Temperature of sampling.
         seed (`int`, *optional*, defaults to `0`):
             Seed of this trajectory. The same seed and the same tool results give the same trajectory.
+        grammars (`TurnGrammars`, *optional*):
+            Confine every turn to the grammar of its tools. `None` samples freely.
 
     Returns:
         [`Trajectory`]: The finished record.
     """
-    attempt = _Attempt(task, renderer, generator, limits, temperature, seed)
+    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars)
     stop_reason, seconds = StopReason.DEADLINE, 0.0
     try:
         async with pool.lease(task) as lease:
@@ -98,6 +102,7 @@ class _Attempt:
         limits: Limits,
         temperature: float,
         seed: int,
+        grammars: TurnGrammars | None,
     ) -> None:
         self.task = task
         self.error: str | None = None
@@ -106,6 +111,7 @@ class _Attempt:
         self._limits = limits
         self._temperature = temperature
         self._seed = seed
+        self._grammars = grammars
         self._prompt_ids: tuple[int, ...] = ()
         self._history: tuple[int, ...] = ()
         self._seen: tuple[int, ...] = ()
@@ -150,6 +156,7 @@ class _Attempt:
             stop_reason=stop_reason,
             seconds=seconds,
             error=self.error,
+            vocabulary=self._renderer.vocabulary,
         )
         if self._history and trajectory.prompt_ids + trajectory.completion_ids != self._history:
             raise RolloutError(
@@ -161,7 +168,10 @@ class _Attempt:
     async def _generate(self, turn: int, schemas: Sequence[dict]) -> tuple[ParsedTurn, bool]:
         """Sample a turn and read it; whether the policy ended it by itself comes second."""
         sampling = Sampling(
-            max_tokens=self._room(), temperature=self._temperature, seed=derived_seed(self._seed, turn)
+            max_tokens=self._room(),
+            temperature=self._temperature,
+            seed=derived_seed(self._seed, turn),
+            constraint=None if self._grammars is None else self._grammars.grammar(schemas),
         )
         if self._history[: len(self._seen)] != self._seen:
             raise RolloutError(
@@ -171,7 +181,13 @@ class _Attempt:
         generation = await self._generator.generate(self._history, sampling)
         self._seen = self._history + generation.token_ids
         parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
-        self._append(Segment(token_ids=generation.token_ids, logprobs=generation.logprobs))
+        self._append(
+            Segment(
+                token_ids=generation.token_ids,
+                logprobs=generation.logprobs,
+                allowed_logprobs=generation.allowed_logprobs,
+            )
+        )
         self._messages.append(parsed.message)
         return parsed, generation.finish_reason == "stop"
 

@@ -17,8 +17,9 @@ from mcp_grpo._trl import (
     parse_response,
     supports_tool_calling,
 )
-from mcp_grpo.errors import TemplateError
+from mcp_grpo.errors import SettingsError, TemplateError
 from mcp_grpo.types import Message, ToolCall
+from mcp_grpo.vocabulary import Vocabulary
 
 
 # More than any tokenizer puts into one token of ordinary text.
@@ -79,7 +80,11 @@ class Renderer:
     ) -> None:
         self.tokenizer: Any = tokenizer  # its type hints allow much that it never returns
         self.end_of_turn_ids = tuple(end_of_turn_ids)
-        self._template_kwargs = dict(chat_template_kwargs or {})
+        try:
+            self.vocabulary: Vocabulary | None = Vocabulary(tokenizer)
+        except SettingsError:
+            self.vocabulary = None  # only the view of a trajectory and the schema mask need it
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         # What depends on the tools' names alone is rendered once.
         self._turns: dict[tuple[str, int], tuple[list[Message], str, str]] = {}
         self._framed: dict[tuple[str, ...], list[str]] = {}
@@ -269,7 +274,7 @@ class Renderer:
             kwargs["tools"] = [dict(tool) for tool in kwargs["tools"]] or None
         return str(
             self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, chat_template=self.chat_template, **kwargs, **self._template_kwargs
+                list(messages), tokenize=False, chat_template=self.chat_template, **kwargs, **self.chat_template_kwargs
             )
         )
 

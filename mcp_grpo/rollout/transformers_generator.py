@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from mcp_grpo.errors import RolloutError
+from mcp_grpo.rollout.constrained import Constraints
 from mcp_grpo.rollout.generator import Generation, Sampling
 
 
@@ -123,8 +124,9 @@ class TransformersGenerator:
             start = width - (len(prompt) - shared)
             ids[row, :shared], mask[row, :shared] = prompt[:shared], 1
             ids[row, start:], mask[row, start:] = prompt[shared:], 1
-        sampler = _RowSampler([request.sampling for request in batch])
-        budgets = torch.tensor([request.sampling.max_tokens for request in batch], device=device)
+        samplings = [request.sampling for request in batch]
+        sampler = _RowSampler(samplings)
+        budgets = torch.tensor([sampling.max_tokens for sampling in samplings], device=device)
         with self._autocast(), _bare_generation_config(self._model):
             output = self._model.generate(
                 input_ids=ids.to(device),
@@ -142,17 +144,21 @@ class TransformersGenerator:
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([_Budgets(width, budgets)]),
             )
-        tokens, logprobs = output[:, width:].tolist(), sampler.logprobs()
-        return [self._cut(*row) for row in zip(tokens, logprobs, budgets.tolist(), strict=True)]
+        tokens, logprobs, allowed_logprobs = output[:, width:].tolist(), sampler.logprobs(), sampler.allowed_logprobs()
+        return [self._cut(*row) for row in zip(samplings, tokens, logprobs, allowed_logprobs, strict=True)]
 
-    def _cut(self, tokens: list[int], logprobs: list[float], budget: int) -> Generation:
+    def _cut(
+        self, sampling: Sampling, tokens: list[int], logprobs: list[float], allowed_logprobs: list[float]
+    ) -> Generation:
         """A row up to its end-of-turn token or its budget; what follows is padding of the batch."""
+        budget = sampling.max_tokens
         end = next((i + 1 for i, token in enumerate(tokens[:budget]) if token in self._end_of_turn_ids), None)
         length = min(budget, len(tokens)) if end is None else end
         return Generation(
             token_ids=tuple(tokens[:length]),
             logprobs=tuple(logprobs[:length]),
             finish_reason="length" if end is None else "stop",
+            allowed_logprobs=None if sampling.constraint is None else tuple(allowed_logprobs[:length]),
         )
 
     @property
@@ -207,23 +213,32 @@ class _RowSampler(LogitsProcessor):
     def __init__(self, samplings: list[Sampling]) -> None:
         self._streams = [random.Random(sampling.seed) for sampling in samplings]
         self._temperatures = [sampling.temperature for sampling in samplings]
+        self._constraints = Constraints([sampling.constraint for sampling in samplings])
         self._logprobs: list[torch.Tensor] = []
+        self._allowed_logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
         temperatures = scores.new_tensor(self._temperatures, dtype=torch.float32).unsqueeze(1)
         greedy = temperatures == 0
         logprobs = torch.log_softmax(scores.float() / temperatures.masked_fill(greedy, 1.0), dim=-1)
+        logprobs, allowed_logprobs = self._constraints.confine(logprobs)
         # In double precision: over a large vocabulary, rounding would otherwise move the tokens' borders.
         cumulative = logprobs.double().exp().cumsum(dim=-1)
         draws = cumulative.new_tensor([stream.random() for stream in self._streams]).unsqueeze(1)
         tokens = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True).clamp(max=scores.shape[1] - 1)
         tokens = torch.where(greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
+        self._constraints.advance(tokens)
+        self._allowed_logprobs.append(allowed_logprobs)
         self._logprobs.append(logprobs.gather(1, tokens).squeeze(1).masked_fill(greedy.squeeze(1), 0.0))
         return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
 
     def logprobs(self) -> list[list[float]]:
         """One list per row, one log-probability per token."""
         return torch.stack(self._logprobs, dim=1).tolist()
+
+    def allowed_logprobs(self) -> list[list[float]]:
+        """The same, of all tokens together that a row's constraint allowed; 0 where it has none."""
+        return torch.stack(self._allowed_logprobs, dim=1).tolist()
 
 
 class _Budgets(StoppingCriteria):

@@ -1,0 +1,186 @@
+"""Training with the syntax of tool calls masked: what leaves the loss, what stays, and what is logged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
+
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, exact_answer
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.types import TokenRole
+
+
+LOSSES = ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo"]
+HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+
+
+class Spy(MCPGRPOTrainer):
+    """Keeps what its loss was computed from."""
+
+    seen: dict[str, Any]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self.seen = inputs
+        return super()._compute_loss(model, inputs)
+
+
+def trainer(folder: Path, model: str, **settings: Any) -> Spy:
+    args = MCPGRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=8,
+        max_completion_length=400,
+        max_turns=3,
+        learning_rate=0.0,
+        max_steps=1,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        chat_template_kwargs=TEMPLATE_KWARGS,
+        **settings,
+    )
+    return Spy(model, exact_answer, args, Dataset.from_list(ROWS), servers=SERVERS)
+
+
+def gradient(of: Spy, **changes: Any) -> torch.Tensor:
+    """The gradient of the loss of the batch that was seen, all parameters in a row."""
+    of.model.train()
+    of.model.zero_grad()
+    of._compute_loss(of.model, {**of.seen, **changes}).backward()
+    return torch.cat([p.grad.flatten() for p in of.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("mode", ["syntax", "grammar"])
+def test_syntax_leaves_the_loss_and_its_denominator_and_nothing_else_does(
+    tmp_path: Path, adding_model: str, mode: str
+) -> None:
+    with trainer(tmp_path, adding_model, **HARD | {"schema_mask": mode}) as spy:
+        spy.train()
+        inputs, trajectories = spy.seen, spy._trajectories
+    called = [t for t in trajectories if t.exchanges and not t.exchanges[0].result.is_error]
+    assert called
+    for attempt in called:
+        assert attempt.roles is not None
+        assert attempt.masked is not None
+        assert attempt.masked == tuple(role is TokenRole.FORCED for role in attempt.roles)
+        pieces = spy._renderer.vocabulary.pieces(attempt.completion_ids)
+        masked = b"".join(piece for piece, m in zip(pieces, attempt.masked, strict=True) if m)
+        assert b'"name"' in masked
+        assert b'"arguments"' in masked
+        values = [i for i, piece in enumerate(pieces) if piece in (b"2", b"3")]
+        assert not any(attempt.masked[i] for i in values)
+    num_masked = sum(sum(attempt.masked or ()) for attempt in trajectories)
+    num_sampled = sum(sum(attempt.sampled_mask) for attempt in trajectories)
+    assert num_masked > 0
+    assert (inputs["completion_mask"] * inputs["tool_mask"]).sum() == num_sampled - num_masked
+    assert inputs["num_items_in_batch"] == num_sampled - num_masked
+    assert inputs["masked"].sum() == num_masked
+    logged = spy.state.log_history[0]
+    assert logged["mask/masked_fraction"] == pytest.approx(num_masked / num_sampled)
+    assert logged["mask/relaxed_fraction"] == 0
+
+
+def test_a_masked_token_has_no_gradient_and_a_malformed_call_has(tmp_path: Path, adding_model: str) -> None:
+    with trainer(tmp_path, adding_model, **HARD) as spy:
+        spy.train()
+        before = gradient(spy)
+        # What the masked tokens were sampled with enters the loss nowhere; what the others were sampled with does.
+        shift = 0.3 * spy.seen["masked"]
+        assert torch.equal(gradient(spy, old_per_token_logps=spy.seen["old_per_token_logps"] + shift), before)
+        shift = 0.3 * (1 - spy.seen["masked"])
+        assert not torch.equal(gradient(spy, old_per_token_logps=spy.seen["old_per_token_logps"] + shift), before)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_masked_tokens_keep_their_kl_term_over_the_denominator_of_the_others(
+    tmp_path: Path, adding_model: str, loss_type: str
+) -> None:
+    with trainer(tmp_path, adding_model, **HARD, beta=0.5, loss_type=loss_type) as spy:
+        spy.train()
+        inputs, model = spy.seen, spy.model.train()
+        # Off the reference, or the term would be 0.
+        inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 0.5
+        inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+        with torch.no_grad():
+            whole = spy._compute_loss(model, inputs)
+            spy.args.kl_on_forced = False
+            without = spy._compute_loss(model, inputs)
+            # The same sum with no token masked, in TRL's own hands; the denominators are those of the masked batch.
+            mask = inputs["completion_mask"] * inputs["tool_mask"]
+            full = {k: v for k, v in inputs.items() if k != "masked"} | {
+                "tool_mask": inputs["tool_mask"] + inputs["masked"]
+            }
+            unmasked = spy._compute_loss(model, full)
+        if loss_type in ("dapo", "cispo", "vespo", "dr_grpo", "luspo"):  # their denominators do not look at the mask
+            torch.testing.assert_close(whole, unmasked)
+        assert whole > without > 0
+        assert mask.sum() > 0
+
+
+def test_under_a_constraint_every_call_is_valid_and_what_it_forced_is_masked(
+    tmp_path: Path, adding_model: str
+) -> None:
+    settings = HARD | {"schema_mask": "sampler", "constrained_decoding": True, "temperature": 1.5}
+    with trainer(tmp_path, adding_model, **settings) as spy:
+        spy.train()
+        trajectories = spy._trajectories
+    logged = spy.state.log_history[0]
+    assert logged["rollout/force_rate"] == 1
+    assert logged["rollout/neg_log_allowed"] >= 0
+    assert logged["tools/valid_rate"] == 1
+    assert logged["mask/masked_fraction"] > 0
+    for attempt in trajectories:
+        for masked, logprob in zip(attempt.masked or (), attempt.logprobs, strict=True):
+            assert not masked or logprob >= -1e-6
+
+
+def test_sampling_is_free_unless_a_constraint_is_asked_for(tmp_path: Path, adding_model: str) -> None:
+    with trainer(tmp_path, adding_model, schema_mask="grammar") as spy:
+        spy.train()
+    assert spy.state.log_history[0]["rollout/force_rate"] == 0
+    assert all(segment.allowed_logprobs is None for attempt in spy._trajectories for segment in attempt.segments)
+
+
+def test_a_weight_of_one_is_no_mask_at_all(tmp_path: Path, adding_model: str) -> None:
+    with trainer(tmp_path / "a", adding_model, **HARD, schema_mask_weight=1.0, beta=0.1) as soft:
+        soft.train()
+        weighted = gradient(soft)
+    with trainer(tmp_path / "b", adding_model, beta=0.1) as plain:
+        plain.train()
+        plain.seen = {k: v for k, v in soft.seen.items() if k != "masked"}
+        torch.testing.assert_close(weighted, gradient(plain))
+
+
+def test_the_floor_fires_on_a_short_call_and_is_logged(tmp_path: Path, adding_model: str) -> None:
+    settings = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.95}
+    with trainer(tmp_path, adding_model, **settings) as spy:
+        spy.train()
+    logged = spy.state.log_history[0]
+    assert logged["mask/relaxed_fraction"] > 0
+    assert 0 < logged["mask/masked_fraction"] <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schema_mask": "hard"}, "`schema_mask` must be one of"),
+        ({"schema_mask_min_prob": 1.5}, "`schema_mask_min_prob` must be between 0 and 1"),
+        ({"schema_mask_weight": -1.0}, "`schema_mask_weight` must be between 0 and 1"),
+        ({"min_unforced_fraction": 2.0}, "`min_unforced_fraction` must be between 0 and 1"),
+        ({"min_unforced_tokens": -1}, "`min_unforced_tokens` must be 0 or more"),
+        ({"constrained_decoding": True}, "does not go with `schema_mask='off'`"),
+        ({"schema_mask": "sampler"}, "does not go with `schema_mask='sampler'`"),
+        (
+            {"schema_mask": "sampler", "constrained_decoding": True, "importance_sampling_level": "sequence"},
+            "needs `importance_sampling_level=",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        MCPGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
