@@ -105,41 +105,21 @@ def train(seed: int, mask: str, folder: Path, max_steps: int) -> None:
     """Train once, and write down what was logged."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
-    from quickstart import SERVERS
+    from quickstart import ADAPTER, SERVERS, make_config
     from quickstart_world.tasks import build_tasks
-    from quickstart_world.warmup import CHAT_TEMPLATE_KWARGS
 
-    from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, evaluate, exact_answer, fault_penalty
+    from mcp_grpo import MCPGRPOTrainer, evaluate, exact_answer, fault_penalty
 
     torch.set_num_threads(1)
     train_rows, held_out_rows = build_tasks()
-    config = MCPGRPOConfig(
-        output_dir=str(folder / f"{mask}-{seed}"),
-        seed=seed,
-        use_cpu=True,
-        bf16=False,
-        max_steps=max_steps,
-        learning_rate=2e-3,
-        warmup_steps=2,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=200,
-        scale_rewards="none",
-        chat_template_kwargs=CHAT_TEMPLATE_KWARGS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **MASKS[mask],
-    )
+    config = make_config(folder / f"{mask}-{seed}", seed, max_steps=max_steps, disable_tqdm=True, **MASKS[mask])
     with MCPGRPOTrainer(
         str(folder / f"base-{seed}"),
         reward_funcs=[exact_answer, fault_penalty],
         args=config,
         train_dataset=Dataset.from_list(train_rows),
         servers=SERVERS,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        peft_config=ADAPTER,
     ) as trainer:
         held_out = Dataset.from_list(held_out_rows)
         before = evaluate(trainer.roll_out(held_out, num_generations=2)).success

@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import rich
@@ -53,6 +54,7 @@ SERVERS = {
         name: {"command": sys.executable, "args": [str(WORLD / f"{name}_server.py")]} for name in ("people", "office")
     }
 }
+ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 # What the recipe promises, on tasks it was not trained on.
 MAX_SUCCESS_BEFORE = 0.6
 MIN_SUCCESS_AFTER = 0.9
@@ -80,30 +82,14 @@ def main(arguments: Arguments) -> bool:
     train_rows, held_out_rows = build_tasks()
     base = make_base_model(train_rows, output_dir / "base", arguments.seed)
 
-    config = MCPGRPOConfig(
-        output_dir=str(output_dir),
-        seed=arguments.seed,
-        use_cpu=True,
-        bf16=False,
-        max_steps=arguments.max_steps,
-        learning_rate=2e-3,
-        warmup_steps=2,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=200,
-        scale_rewards="none",
-        chat_template_kwargs=CHAT_TEMPLATE_KWARGS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-    )
+    config = make_config(output_dir, arguments.seed, max_steps=arguments.max_steps)
     with MCPGRPOTrainer(
         base,
         reward_funcs=[exact_answer, fault_penalty],
         args=config,
         train_dataset=Dataset.from_list(train_rows),
         servers=SERVERS,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        peft_config=ADAPTER,
     ) as trainer:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgress(success="exact_answer"))
@@ -140,6 +126,27 @@ def main(arguments: Arguments) -> bool:
         f'    model = AutoPeftModelForCausalLM.from_pretrained("{output_dir}")\n'
     )
     return before.success <= MAX_SUCCESS_BEFORE and after.success >= MIN_SUCCESS_AFTER
+
+
+def make_config(output_dir: Path, seed: int, **settings: Any) -> MCPGRPOConfig:
+    """The settings of the training, and others on top."""
+    return MCPGRPOConfig(
+        output_dir=str(output_dir),
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        learning_rate=2e-3,
+        warmup_steps=2,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=200,
+        scale_rewards="none",
+        chat_template_kwargs=CHAT_TEMPLATE_KWARGS,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        **settings,
+    )
 
 
 def results(before: Evaluation, after: Evaluation, seed: int) -> str:

@@ -1,5 +1,6 @@
 """Training with the syntax of tool calls masked: what leaves the loss, what stays, and what is logged."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, exact_answer
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.types import TokenRole
+from mcp_grpo.types import ResultKind, TokenRole, Trajectory
 
 
 LOSSES = ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo"]
@@ -27,7 +28,7 @@ class Spy(MCPGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def trainer(folder: Path, model: str, **settings: Any) -> Spy:
+def trainer(folder: Path, model: str, kind: type[Spy] = Spy, **settings: Any) -> Spy:
     args = MCPGRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -44,7 +45,7 @@ def trainer(folder: Path, model: str, **settings: Any) -> Spy:
         chat_template_kwargs=TEMPLATE_KWARGS,
         **settings,
     )
-    return Spy(model, exact_answer, args, Dataset.from_list(ROWS), servers=SERVERS)
+    return kind(model, exact_answer, args, Dataset.from_list(ROWS), servers=SERVERS)
 
 
 def gradient(of: Spy, **changes: Any) -> torch.Tensor:
@@ -85,15 +86,42 @@ def test_syntax_leaves_the_loss_and_its_denominator_and_nothing_else_does(
     assert logged["mask/relaxed_fraction"] == 0
 
 
-def test_a_masked_token_has_no_gradient_and_a_malformed_call_has(tmp_path: Path, adding_model: str) -> None:
-    with trainer(tmp_path, adding_model, **HARD) as spy:
+class FirstCallRefused(Spy):
+    """Takes the calls of the first trajectory of a batch for ones that could not be made."""
+
+    def _attempt(self, *args: Any, **kwargs: Any) -> list[Trajectory]:
+        first, *others = super()._attempt(*args, **kwargs)
+        refused = replace(first.exchanges[0].result, kind=ResultKind.INVALID_ARGUMENTS)
+        return [replace(first, exchanges=(replace(first.exchanges[0], result=refused),)), *others]
+
+
+def test_a_masked_token_has_no_gradient_and_the_syntax_of_a_refused_call_has(
+    tmp_path: Path, adding_model: str
+) -> None:
+    with trainer(tmp_path, adding_model, FirstCallRefused, **HARD) as spy:
         spy.train()
-        before = gradient(spy)
-        # What the masked tokens were sampled with enters the loss nowhere; what the others were sampled with does.
-        shift = 0.3 * spy.seen["masked"]
-        assert torch.equal(gradient(spy, old_per_token_logps=spy.seen["old_per_token_logps"] + shift), before)
-        shift = 0.3 * (1 - spy.seen["masked"])
-        assert not torch.equal(gradient(spy, old_per_token_logps=spy.seen["old_per_token_logps"] + shift), before)
+        inputs = {**spy.seen, "advantages": torch.ones_like(spy.seen["advantages"])}
+        loss = spy._compute_loss(spy.model.train(), inputs)
+        (gradients,) = torch.autograd.grad(loss, spy._logps)
+    masked, sampled = inputs["masked"].bool(), torch.zeros_like(gradients, dtype=torch.bool)
+    for row, attempt in enumerate(spy._trajectories):
+        sampled[row, : len(attempt.sampled_mask)] = torch.tensor(attempt.sampled_mask, dtype=torch.bool)
+    # TRL shuffles the rows: the one that was refused is the one without a mask.
+    order = [[t.completion_ids for t in spy._trajectories].index(ids) for ids in completions(inputs)]
+    sampled = sampled[order]
+    assert TokenRole.FORCED not in (spy._trajectories[0].roles or ())
+    assert masked.any()
+    assert (gradients[masked] == 0).all()
+    assert (gradients[sampled & ~masked] != 0).all()
+    unmasked_rows = [row for row in range(len(order)) if not masked[row].any()]
+    assert unmasked_rows
+    assert all((gradients[row][sampled[row]] != 0).all() for row in unmasked_rows)
+
+
+def completions(inputs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The completions of a batch, without padding."""
+    rows = zip(inputs["completion_ids"].tolist(), inputs["completion_mask"].tolist(), strict=True)
+    return [tuple(ids[: sum(mask)]) for ids, mask in rows]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -110,16 +138,21 @@ def test_masked_tokens_keep_their_kl_term_over_the_denominator_of_the_others(
             whole = spy._compute_loss(model, inputs)
             spy.args.kl_on_forced = False
             without = spy._compute_loss(model, inputs)
-            # The same sum with no token masked, in TRL's own hands; the denominators are those of the masked batch.
+            # The same in TRL's own hands, with no token masked: then its denominator counts them all, and is corrected.
             mask = inputs["completion_mask"] * inputs["tool_mask"]
-            full = {k: v for k, v in inputs.items() if k != "masked"} | {
-                "tool_mask": inputs["tool_mask"] + inputs["masked"]
-            }
-            unmasked = spy._compute_loss(model, full)
-        if loss_type in ("dapo", "cispo", "vespo", "dr_grpo", "luspo"):  # their denominators do not look at the mask
-            torch.testing.assert_close(whole, unmasked)
+            full = {k: v for k, v in inputs.items() if k != "masked"}
+            full["tool_mask"] = inputs["tool_mask"] + inputs["masked"]
+            if loss_type in ("grpo", "sapo"):  # means over the tokens of each row
+                rows = [{k: v[i : i + 1] if v.dim() else v for k, v in full.items()} for i in range(len(mask))]
+                counts = (full["tool_mask"] * inputs["completion_mask"]).sum(-1) / mask.sum(-1)
+                expected = torch.stack([spy._compute_loss(model, row) for row in rows]).mul(counts).mean()
+            elif loss_type == "bnpo":  # a mean over all tokens
+                count = (full["tool_mask"] * inputs["completion_mask"]).sum() / mask.sum()
+                expected = spy._compute_loss(model, full) * count
+            else:  # their denominators do not look at the mask
+                expected = spy._compute_loss(model, full)
+        torch.testing.assert_close(whole, expected)
         assert whole > without > 0
-        assert mask.sum() > 0
 
 
 def test_under_a_constraint_every_call_is_valid_and_what_it_forced_is_masked(

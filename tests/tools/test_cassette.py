@@ -246,6 +246,21 @@ async def test_a_cache_does_not_keep_failures_of_a_server(path: Path) -> None:
     assert [result.text for result in got] == ["late", "yes", "yes"]
 
 
+@pytest.mark.parametrize("isolation", ["exclusive", "meta"])
+async def test_a_cache_always_asks_where_each_trajectory_has_its_own_state(path: Path, isolation: Any) -> None:
+    cassette = Cassette(path, "cache")
+    config = ServerConfig(name="library", transport="stdio", command="x", isolation=isolation)
+    cassette.open({}, [config], "x")
+    got = [
+        await cassette.seat("library", OneAnswer(ToolResult(text=text)), "t", 0, count()).call(
+            tool(is_read_only=True), {}
+        )
+        for text in ("before", "after")
+    ]
+    cassette.close()
+    assert [result.text for result in got] == ["before", "after"]
+
+
 async def test_those_who_wait_for_an_answer_that_does_not_come_ask_for_themselves_at_once(path: Path) -> None:
     cassette = Cassette(path, "cache")
     cassette.open({}, (), "x")

@@ -206,6 +206,43 @@ async def test_a_server_that_forgot_the_session_is_given_a_new_one(lost: tuple[i
     assert (result.kind, result.text) == (ResultKind.OK, "hello")
 
 
+async def test_a_server_that_takes_no_more_connections_still_answers_what_it_was_asked() -> None:
+    asked, release = threading.Semaphore(0), threading.Event()
+
+    class Slow(Forgetful):
+        def do_POST(self) -> None:
+            if b"wait" in self.rfile.peek():
+                asked.release()
+                release.wait(20)
+            super().do_POST()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    kinds: list[ResultKind] = []
+    url = f"http://127.0.0.1:{server.server_port}/mcp"
+    async with ToolPool([ServerConfig(name="f", transport="http", url=url, protocol="legacy")]) as pool:
+
+        async def wait() -> None:
+            kinds.append((await pool.call(call("greet", wait=True))).kind)
+
+        async with anyio.create_task_group() as tasks, anyio.create_task_group() as waiting:
+            for _ in range(3):
+                waiting.start_soon(wait)
+            for _ in range(3):
+                await anyio.to_thread.run_sync(asked.acquire)
+            await anyio.to_thread.run_sync(server.shutdown)
+            server.socket.close()
+            tasks.start_soon(pool.call, call("greet"))  # finds nobody; the three must not pay for it
+            await anyio.sleep(0.5)
+            release.set()
+            await anyio.sleep(1)
+            tasks.cancel_scope.cancel()
+    serving.join()
+    server.server_close()
+    assert kinds == [ResultKind.OK] * 3
+
+
 @pytest.mark.parametrize(
     "reply",
     [

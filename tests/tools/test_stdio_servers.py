@@ -219,6 +219,14 @@ async def test_secrets_stay_out_of_results(rogue: Rogue) -> None:
     assert "key is ***" in result.text
 
 
+@pytest.mark.parametrize("length", [8192 - 4, 2 * 8192 - 4])
+async def test_half_a_secret_does_not_show_where_the_error_output_is_cut(rogue: Rogue, length: int) -> None:
+    async with ToolPool([rogue(env={"API_KEY": "s3cret-value"})]) as pool:
+        result = await pool.call(call("print_secret", text=str(length)))
+    assert "yyyy" in result.text
+    assert "lue" not in result.text
+
+
 async def test_a_program_that_is_not_there_is_reported() -> None:
     config = ServerConfig(name="x", transport="stdio", command="no-such-program", args=("--flag",))
     message = await opening_error(config)

@@ -143,7 +143,7 @@ def call(request_id, name: str, arguments: dict, meta: dict) -> None:
         case "say_key":
             say(request_id, f"key is {os.environ['API_KEY']}")
         case "print_secret":
-            os.write(2, f"key is {os.environ['API_KEY']}\n".encode())
+            os.write(2, b"x" * 4000 + f"key is {os.environ['API_KEY']}\n".encode() + b"y" * int(text or 0))
             os._exit(4)
 
 
