@@ -21,7 +21,7 @@ from trl.chat_template_utils import (
 )
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model, is_async_callable
 
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "add_response_schema",
     "disable_dropout_in_model",
     "get_training_chat_template",
+    "is_async_callable",
     "is_chat_template_prefix_preserving",
     "parse_response",
+    "per_update",
     "policy_for_generation",
     "supports_tool_calling",
 ]
@@ -75,6 +77,26 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
             model.train(was_training)
 
 
+def per_update(trainer: GRPOTrainer, count: torch.Tensor) -> torch.Tensor:
+    """
+    A number of things in a generation batch, as the number in one update of one process.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer.
+        count (`torch.Tensor`):
+            How many there are in all processes together.
+
+    Returns:
+        `torch.Tensor`: What to divide a sum over a micro-batch by, to get a mean over the update.
+    """
+    self: Any = trainer
+    count = count.clamp(min=1.0) / self.accelerator.num_processes
+    if self.model.training:
+        count = count * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+    return count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDenominator:
     """
@@ -111,15 +133,11 @@ class LossDenominator:
             [`LossDenominator`]: The denominator.
         """
         self: Any = trainer
-        accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        num_items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if self.model.training:
-            num_items = num_items * accumulation / self.args.steps_per_generation
         return cls(
             loss_type=self.loss_type,
-            accumulation=accumulation,
+            accumulation=self.current_gradient_accumulation_steps if self.model.training else 1.0,
             max_completion_length=self.max_completion_length,
-            num_items=num_items,
+            num_items=per_update(trainer, inputs["num_items_in_batch"]),
         )
 
     def __call__(self, per_token: torch.Tensor, selected: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

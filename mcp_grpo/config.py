@@ -10,13 +10,38 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.learning import GrammarRoles, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
+from mcp_grpo.learning import GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
 from mcp_grpo.rollout import Limits, Renderer
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
 
 
 SCHEMA_MASKS = ["off", "syntax", "grammar", "sampler"]
+ADVANTAGE_MODES = ["group", "group_turn", "gae", "hybrid"]
+ADVANTAGE_SCALES = ["batch", "none"]
+VALUE_HEADS = ["linear", "mlp"]
+TRUNCATIONS = ["terminal", "mask", "bootstrap"]
+OLD_LOGPS = ["sampler", "trainer"]
+REF_SYNCS = ["none", "ema", "hard"]
+FRACTIONS = (
+    "max_failed_fraction",
+    "schema_mask_min_prob",
+    "schema_mask_weight",
+    "min_unforced_fraction",
+    "gamma",
+    "lam",
+    "value_backbone_grad_scale",
+)
+COUNTS = (
+    "min_unforced_tokens",
+    "first_call_retries",
+    "bootstrap_steps",
+    "value_loss_coef",
+    "value_learning_rate",
+    "value_warmup_steps",
+    "dynamic_sampling",
+)
+POSITIVE_OR_NONE = ("value_clip_range", "kl_target", "kl_hard_cap")
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
 
@@ -65,6 +90,69 @@ class MCPGRPOConfig(GRPOConfig):
             Whether tool calls are sampled under the grammar of the tools, so that they are always valid. The policy then
             does not learn the format, and ratios are those of the constrained distribution. Needs the extra `grammar`,
             and `schema_mask="sampler"`.
+        first_call_retries (`int`, *optional*, defaults to `0`):
+            How often the first turn of a trajectory is sampled again if the policy calls no tool in it. For a policy that
+            seldom does. What is trained on is then not quite what the policy does; `rollout/rejection_cost` says by how
+            much.
+        bootstrap_steps (`int`, *optional*, defaults to `0`):
+            Steps in which a policy that cannot form tool calls yet is helped, by imitation of the syntax of its own good
+            calls and by an entropy bonus, both fading. After that, and whenever its calls are valid, there is no such
+            help.
+        advantage_mode (`str`, *optional*, defaults to `"group"`):
+            Where the advantage of a token comes from. `"group"` is TRL's: one for each trajectory. `"group_turn"`
+            compares the return from each turn on with those of the group's other attempts; `"gae"` with a value head, by
+            generalised advantage estimation over turns; `"hybrid"` mixes both, by how well the value head does.
+        gamma (`float`, *optional*, defaults to `0.99`):
+            Discount from one turn to the next, in all modes but `"group"`. There is none within a turn.
+        lam (`float`, *optional*, defaults to `0.95`):
+            Lambda of generalised advantage estimation, from one turn to the next.
+        advantage_scale (`str`, *optional*, defaults to `"batch"`):
+            What advantages are divided by, in all modes but `"group"`: `"batch"` for the standard deviation over the
+            batch of what the group's baselines leave, `"none"` for nothing. `"group"` has TRL's `scale_rewards`.
+        value_head (`str`, *optional*):
+            The value head: `"linear"` or `"mlp"`. If `None`, a linear one where `advantage_mode` needs it.
+        value_loss_coef (`float`, *optional*, defaults to `0.5`):
+            Weight of the value head's loss.
+        value_learning_rate (`float`, *optional*, defaults to `1e-4`):
+            Learning rate of the value head. Its gradients are clipped by themselves.
+        value_backbone_grad_scale (`float`, *optional*, defaults to `0.0`):
+            How much of the value head's gradient reaches the model below. With 0, the policy's gradient is what it would
+            be without a value head.
+        value_warmup_steps (`int`, *optional*, defaults to `20`):
+            Steps before `"hybrid"` relies on the value head.
+        value_clip_range (`float`, *optional*):
+            How far the value of a token may move from where it was when it was sampled, in its loss. `None` for no limit.
+        push_value_head (`bool`, *optional*, defaults to `False`):
+            Whether the value head goes to the Hub with the model.
+        truncation (`str`, *optional*, defaults to `"terminal"`):
+            What a trajectory is that ran out of turns or tokens: `"terminal"` takes it for ended; `"mask"` leaves it out of
+            loss and baseline; `"bootstrap"` lets the value head say what would have followed.
+        old_logps (`str`, *optional*, defaults to `"sampler"`):
+            The log-probabilities that ratios are taken to: `"sampler"` for those that tokens were sampled with;
+            `"trainer"` for the trainer's own at that time, with the difference between the two as a weight of each token
+            (0 outside of `ratio_gate_min` and `ratio_gate_max`).
+        ratio_gate_min (`float`, *optional*, defaults to `0.25`):
+            Smallest ratio of a token to learn from. Below, it leaves the policy term, but not the denominators.
+        ratio_gate_max (`float`, *optional*, defaults to `4.0`):
+            Largest ratio of a token to learn from.
+        kl_target (`float`, *optional*, defaults to `0.4`):
+            Nats per token of KL divergence from the reference above which `beta` is raised step by step, up to 1. It
+            never falls below what it was at the start. `None` leaves it alone.
+        kl_hard_cap (`float`, *optional*, defaults to `3.0`):
+            Nats per token above which a batch is only pulled back to the reference; no single token counts with more.
+            `None` for no limit.
+        ref_sync (`str`, *optional*, defaults to `"none"`):
+            How the reference follows the policy: `"none"`, `"ema"` for a moving average, `"hard"` for a copy. Works for
+            adapters, too. Needs `beta` above 0.
+        ref_sync_steps (`int`, *optional*, defaults to `10`):
+            Steps from one time to the next.
+        ref_ema_decay (`float`, *optional*, defaults to `0.99`):
+            What the average keeps of itself each time.
+        dynamic_sampling (`int`, *optional*, defaults to `0`):
+            How many times, at most, groups whose attempts all have the same reward are replaced by groups of other tasks.
+            0 leaves them: they teach nothing.
+        strict_health (`bool`, *optional*, defaults to `False`):
+            Whether signs that the run cannot learn stop it with an error, instead of a warning.
         cassette (`str`, *optional*):
             File in which tool calls are recorded, or from which they are answered. Each process has its own.
         cassette_mode (`str`, *optional*, defaults to `"record"`):
@@ -148,6 +236,156 @@ class MCPGRPOConfig(GRPOConfig):
             "help": 'Whether tool calls are sampled under the grammar of the tools. Needs `schema_mask="sampler"`.',
         },
     )
+    first_call_retries: int = field(
+        default=0,
+        metadata={
+            "help": "How often the first turn of a trajectory is sampled again if the policy calls no tool in it.",
+        },
+    )
+    bootstrap_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Steps in which a policy that cannot form tool calls yet is helped with their syntax.",
+        },
+    )
+    advantage_mode: str = field(
+        default="group",
+        metadata={
+            "help": "Where the advantage of a token comes from.",
+            "choices": ADVANTAGE_MODES,
+        },
+    )
+    gamma: float = field(
+        default=0.99,
+        metadata={
+            "help": "Discount from one turn to the next, in all modes but `group`.",
+        },
+    )
+    lam: float = field(
+        default=0.95,
+        metadata={
+            "help": "Lambda of generalised advantage estimation, from one turn to the next.",
+        },
+    )
+    advantage_scale: str = field(
+        default="batch",
+        metadata={
+            "help": "What advantages are divided by, in all modes but `group`.",
+            "choices": ADVANTAGE_SCALES,
+        },
+    )
+    value_head: str | None = field(
+        default=None,
+        metadata={
+            "help": "The value head: `linear` or `mlp`. If `None`, a linear one where `advantage_mode` needs it.",
+        },
+    )
+    value_loss_coef: float = field(
+        default=0.5,
+        metadata={
+            "help": "Weight of the value head's loss.",
+        },
+    )
+    value_learning_rate: float = field(
+        default=1e-4,
+        metadata={
+            "help": "Learning rate of the value head.",
+        },
+    )
+    value_backbone_grad_scale: float = field(
+        default=0.0,
+        metadata={
+            "help": "How much of the value head's gradient reaches the model below.",
+        },
+    )
+    value_warmup_steps: int = field(
+        default=20,
+        metadata={
+            "help": "Steps before `hybrid` relies on the value head.",
+        },
+    )
+    value_clip_range: float | None = field(
+        default=None,
+        metadata={
+            "help": "How far the value of a token may move from where it was when it was sampled, in its loss.",
+        },
+    )
+    push_value_head: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the value head goes to the Hub with the model.",
+        },
+    )
+    truncation: str = field(
+        default="terminal",
+        metadata={
+            "help": "What a trajectory is that ran out of turns or tokens.",
+            "choices": TRUNCATIONS,
+        },
+    )
+    old_logps: str = field(
+        default="sampler",
+        metadata={
+            "help": "The log-probabilities that ratios are taken to.",
+            "choices": OLD_LOGPS,
+        },
+    )
+    ratio_gate_min: float = field(
+        default=0.25,
+        metadata={
+            "help": "Smallest ratio of a token to learn from.",
+        },
+    )
+    ratio_gate_max: float = field(
+        default=4.0,
+        metadata={
+            "help": "Largest ratio of a token to learn from.",
+        },
+    )
+    kl_target: float | None = field(
+        default=0.4,
+        metadata={
+            "help": "Nats per token of KL divergence from the reference above which `beta` is raised step by step.",
+        },
+    )
+    kl_hard_cap: float | None = field(
+        default=3.0,
+        metadata={
+            "help": "Nats per token above which a batch is only pulled back to the reference.",
+        },
+    )
+    ref_sync: str = field(
+        default="none",
+        metadata={
+            "help": "How the reference follows the policy.",
+            "choices": REF_SYNCS,
+        },
+    )
+    ref_sync_steps: int = field(
+        default=10,
+        metadata={
+            "help": "Steps from one time that the reference follows the policy to the next.",
+        },
+    )
+    ref_ema_decay: float = field(
+        default=0.99,
+        metadata={
+            "help": "What the moving average keeps of itself each time.",
+        },
+    )
+    dynamic_sampling: int = field(
+        default=0,
+        metadata={
+            "help": "How many times, at most, groups whose attempts all have the same reward are replaced by groups of "
+            "other tasks.",
+        },
+    )
+    strict_health: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
+        },
+    )
     cassette: str | None = field(
         default=None,
         metadata={
@@ -177,13 +415,24 @@ class MCPGRPOConfig(GRPOConfig):
             raise SettingsError(
                 f"`trajectory_timeout` must be a positive number of seconds, got {self.trajectory_timeout}."
             )
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise SettingsError(f"`max_failed_fraction` must be between 0 and 1, got {self.max_failed_fraction}.")
+        self._check_ranges()
         self._check_schema_mask()
+        self._check_advantages()
+        self._check_guards()
+
+    def _check_ranges(self) -> None:
+        for name in FRACTIONS:
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise SettingsError(f"`{name}` must be between 0 and 1, got {value}.")
+        for name in COUNTS:
+            if (value := getattr(self, name)) < 0:
+                raise SettingsError(f"`{name}` must be 0 or more, got {value}.")
+        for name in POSITIVE_OR_NONE:
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise SettingsError(f"`{name}` must be positive or `None`, got {value}.")
 
     def _check_schema_mask(self) -> None:
-        if self.schema_mask not in SCHEMA_MASKS:
-            raise SettingsError(f"`schema_mask` must be one of {SCHEMA_MASKS}, got {self.schema_mask!r}.")
+        self._check_choices(schema_mask=SCHEMA_MASKS)
         if self.constrained_decoding != (self.schema_mask == "sampler"):
             raise SettingsError(
                 f"`constrained_decoding={self.constrained_decoding}` does not go with `schema_mask={self.schema_mask!r}`: a "
@@ -195,11 +444,66 @@ class MCPGRPOConfig(GRPOConfig):
                 '`constrained_decoding` needs `importance_sampling_level="token"`, got '
                 f"{self.importance_sampling_level!r}: over a sequence, ratios would weigh down just those whose format is weak."
             )
-        for name in ("schema_mask_min_prob", "schema_mask_weight", "min_unforced_fraction"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise SettingsError(f"`{name}` must be between 0 and 1, got {value}.")
-        if self.min_unforced_tokens < 0:
-            raise SettingsError(f"`min_unforced_tokens` must be 0 or more, got {self.min_unforced_tokens}.")
+
+    def _check_choices(self, **choices: list[str]) -> None:
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise SettingsError(f"`{name}` must be one of {known}, got {getattr(self, name)!r}.")
+
+    def _check_advantages(self) -> None:
+        self._check_choices(advantage_mode=ADVANTAGE_MODES, advantage_scale=ADVANTAGE_SCALES, truncation=TRUNCATIONS)
+        if self.value_head is not None:
+            self._check_choices(value_head=VALUE_HEADS)
+        if self.advantage_mode != "group" and self.multi_objective_aggregation != "sum_then_normalize":
+            raise SettingsError(
+                f"`advantage_mode={self.advantage_mode!r}` needs the sum of all rewards of a turn, but "
+                f"`multi_objective_aggregation={self.multi_objective_aggregation!r}` normalises each by itself. Set it to "
+                '"sum_then_normalize".'
+            )
+        if self.truncation == "bootstrap" and self.advantage_mode not in ("gae", "hybrid"):
+            raise SettingsError(
+                '`truncation="bootstrap"` needs a value head to say what would have followed, and returns of a group are '
+                f'not comparable with it. Set `advantage_mode` to "gae" or "hybrid", got {self.advantage_mode!r}.'
+            )
+
+    def _check_guards(self) -> None:
+        self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS)
+        if not 0 <= self.ratio_gate_min < 1 < self.ratio_gate_max:
+            raise SettingsError(
+                f"`ratio_gate_min` ({self.ratio_gate_min}) must be below 1 and `ratio_gate_max` ({self.ratio_gate_max}) above, "
+                "or nothing could be learnt from."
+            )
+        if self.ref_sync != "none" and self.beta == 0:
+            raise SettingsError(
+                f"`ref_sync={self.ref_sync!r}` moves a reference that is not used: `beta` is 0. Set `beta` above 0 (0.05 is a "
+                'start), or `ref_sync="none"`.'
+            )
+        if self.ref_sync != "none" and self.sync_ref_model:
+            raise SettingsError("`ref_sync` and `sync_ref_model` both move the reference. Set only `ref_sync`.")
+        if self.ref_sync_steps < 1:
+            raise SettingsError(f"`ref_sync_steps` must be at least 1, got {self.ref_sync_steps}.")
+        if not 0 <= self.ref_ema_decay < 1:
+            raise SettingsError(
+                f"`ref_ema_decay` must be between 0 and 1, got {self.ref_ema_decay}: it is what the reference keeps of itself."
+            )
+        if self.bootstrap_steps and self.use_adaptive_entropy:
+            raise SettingsError(
+                "`bootstrap_steps` and `use_adaptive_entropy` both set the weight of the entropy bonus. Use one of them."
+            )
+
+    @property
+    def value_head_kind(self) -> str | None:
+        """The value head that there is to be, if any."""
+        return self.value_head or ("linear" if self.advantage_mode in ("gae", "hybrid") else None)
+
+    def make_kl_control(self) -> KLControl | None:
+        """
+        What raises `beta` when the policy drifts.
+
+        Returns:
+            [`KLControl`] or `None`: The control, if there is to be one.
+        """
+        return None if self.kl_target is None or self.beta == 0 else KLControl(self.beta, target=self.kl_target)
 
     @property
     def replays(self) -> bool:
@@ -250,13 +554,17 @@ class MCPGRPOConfig(GRPOConfig):
             [`SchemaMask`] or `None`: The mask, if there is to be one. Raises [`SettingsError`] if the format of the
             policy's calls is not known.
         """
-        if self.schema_mask == "off":
+        if self.schema_mask == "off" and not self.bootstrap_steps:
             return None
-        rule = MaskRule(
-            min_prob=self.schema_mask_min_prob,
-            mask_trigger=self.mask_trigger,
-            min_unforced_tokens=self.min_unforced_tokens,
-            min_unforced_fraction=self.min_unforced_fraction,
+        rule = (
+            None
+            if self.schema_mask == "off"
+            else MaskRule(
+                min_prob=self.schema_mask_min_prob,
+                mask_trigger=self.mask_trigger,
+                min_unforced_tokens=self.min_unforced_tokens,
+                min_unforced_fraction=self.min_unforced_fraction,
+            )
         )
         if grammars is not None:
             return SchemaMask((SamplerRoles if self.constrained_decoding else GrammarRoles)(grammars), rule)
@@ -269,7 +577,7 @@ class MCPGRPOConfig(GRPOConfig):
         if not syntax.is_supported:
             raise SettingsError(
                 "The chat template writes tool calls in a way that `schema_mask` cannot read, so nothing could be masked. "
-                'Set `schema_mask="off"`.'
+                'Set `schema_mask="off"` and `bootstrap_steps=0`.'
             )
         return SchemaMask(lambda segment, tools: syntax.roles(segment.token_ids, tools), rule)
 
@@ -325,7 +633,7 @@ def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) ->
                 f"`{name}={getattr(args, name)!r}` samples from another distribution than the one that is trained, so "
                 f"that ratios would be wrong. Leave it at {value!r}; use `temperature` to explore more or less."
             )
-    for is_refused, message in _refusals(args, kwargs):
+    for is_refused, message in _refusals(args, train_dataset, kwargs):
         if is_refused:
             raise SettingsError(message)
     num_tasks = cast("int", args.generation_batch_size) // cast("int", args.num_generations)
@@ -337,7 +645,9 @@ def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) ->
         )
 
 
-def _refusals(args: MCPGRPOConfig, kwargs: Mapping[str, Any]) -> list[tuple[bool | int | None, str]]:
+def _refusals(
+    args: MCPGRPOConfig, train_dataset: Any, kwargs: Mapping[str, Any]
+) -> list[tuple[bool | int | None, str]]:
     """What cannot be, and what to say to it."""
     return [
         (
@@ -362,6 +672,10 @@ def _refusals(args: MCPGRPOConfig, kwargs: Mapping[str, Any]) -> list[tuple[bool
             args.gradient_accumulation_steps % cast("int", args.steps_per_generation),
             f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}) must be a multiple of "
             f"`steps_per_generation` ({args.steps_per_generation}), so that every update holds whole groups.",
+        ),
+        (
+            bool(args.dynamic_sampling) and not isinstance(train_dataset, Dataset),
+            "`dynamic_sampling` draws other tasks from the dataset, so it must be a `Dataset`, not a stream.",
         ),
         (
             args.remove_unused_columns,

@@ -41,3 +41,7 @@ class CassetteError(MCPGRPOError, ValueError):
 
 class RolloutError(MCPGRPOError, RuntimeError):
     """Rollouts that cannot be trained on, such as too many failed by their servers."""
+
+
+class HealthError(MCPGRPOError, RuntimeError):
+    """A run that cannot learn, found by a health check with `strict_health=True`."""

@@ -1,6 +1,7 @@
 """`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -9,23 +10,19 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from mcp_grpo._trl import (
-    COMPLETIONS,
-    ROW_MEAN_LOSSES,
-    LossDenominator,
-    disable_dropout_in_model,
-    policy_for_generation,
-)
+from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
 from mcp_grpo.config import MCPGRPOConfig, check_arguments
 from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import (
     SchemaMask,
     check_failures,
     check_groups,
-    kl_of_masked,
-    padded_masks,
+    other_rows,
     reduced,
+    refill,
     rollout_columns,
+    token_columns,
+    tool_metrics,
     trajectory_metrics,
 )
 from mcp_grpo.publishing import PublishingTrainer
@@ -85,15 +82,6 @@ class MCPGRPOTrainer(PublishingTrainer):
     ```
     """
 
-    # Narrower, or wider, than `transformers` has them: what they are here.
-    args: MCPGRPOConfig
-    accelerator: Any
-    model: Any
-    num_generations: int
-    num_generations_eval: int
-    chat_template_kwargs: dict[str, Any]
-    _tokenizer: Any
-
     def __init__(
         self,
         model: Any,
@@ -122,13 +110,10 @@ class MCPGRPOTrainer(PublishingTrainer):
         # The servers before the model: what is wrong with a server or a task shows in seconds.
         self._engine = RolloutEngine(servers, args.make_cassette())
         try:
-            for task in tasks:
-                self._engine.catalog.check(task)
+            self._engine.catalog.check(*tasks)
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             self._renderer = Renderer(
-                self._tokenizer,
-                end_of_turn_ids=self.eos_token_ids,
-                chat_template_kwargs=self.chat_template_kwargs,
+                self._tokenizer, end_of_turn_ids=self.eos_token_ids, chat_template_kwargs=self.chat_template_kwargs
             )
             self._renderer.check_tools([tool.schema for tool in self._engine.catalog.tools])
             self._limits = args.limits(self.model.config)
@@ -137,10 +122,13 @@ class MCPGRPOTrainer(PublishingTrainer):
             self._schema_mask = args.make_schema_mask(self._renderer, self._grammars)
             # The sampler has none, so that with dropout every ratio would be off before the first step.
             disable_dropout_in_model(self.model)
+            self._is_guarded = True
         except BaseException:
             self.close()
             raise
-        self.rollout_func = lambda prompts, trainer: trainer._rollout()
+        self.rollout_func = lambda prompts, trainer: rollout_columns(
+            trainer._trajectories, trainer._tokenizer.eos_token_id, is_soft=args.schema_mask_weight > 0
+        )
 
     def close(self) -> None:
         """End every server. Safe to call more than once."""
@@ -174,8 +162,7 @@ class MCPGRPOTrainer(PublishingTrainer):
             raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
         if isinstance(tasks, Dataset):
             tasks = tasks_from_rows(tasks)
-        for task in tasks:
-            self._engine.catalog.check(task)
+        self._engine.catalog.check(*tasks)
         attempts = [task for task in tasks for _ in range(num_generations)]
         with tqdm(total=len(attempts), desc="Rolling out", disable=self.args.disable_tqdm) as bar:
             return self._attempt(attempts, temperature=temperature, on_done=lambda _: bar.update())
@@ -200,22 +187,69 @@ class MCPGRPOTrainer(PublishingTrainer):
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,
                 grammars=self._grammars if self.args.constrained_decoding else None,
+                first_call_retries=self.args.first_call_retries,
                 # What training generates at a time fits into memory.
                 max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
                 on_done=on_done,
             )
 
-    def _rollout(self) -> dict[str, list]:
-        """What TRL asks of a `rollout_func`, for the tasks at hand."""
+    def _roll_out_batch(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Attempt the tasks of a batch, and others instead of those that nothing can be learnt from."""
         assert self._engine
-        self._trajectories, self._mask_metrics = self._attempt(self._tasks), {}
+        self._tasks = [task_from_row(row) for row in rows]
+        self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
+        size, rank = self._group_size, self.accelerator.process_index
+        check_groups([task.task_id for task in self._tasks], size, offset=rank * len(rows))
+        self._trajectories = self._attempt(self._tasks)
+        if self.args.dynamic_sampling and self.model.training:
+            shares = refill(
+                len(rows),
+                size,
+                max_rounds=self.args.dynamic_sampling,
+                weights=self.reward_weights,
+                rank=rank,
+                num_ranks=self.accelerator.num_processes,
+                score=lambda slots: self._score(rows, slots),
+                replace=lambda groups: self._replace(rows, groups),
+            )
+            self._record({"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]})
+        if self.args.truncation == "mask":
+            self._trajectories = [replace(t, left_out=t.is_cut) for t in self._trajectories]
+        self._mask_metrics = {}
         if self._schema_mask is not None:
             self._trajectories, self._mask_metrics = self._schema_mask(
-                self._trajectories, self._engine.schemas_for, gather_object, self.accelerator.process_index
+                self._trajectories, self._engine.schemas_for, gather_object, rank
             )
-        return rollout_columns(
-            self._trajectories, self._tokenizer.eos_token_id, is_soft=self.args.schema_mask_weight > 0
-        )
+        return [{**row, "prompt": list(task.prompt)} for row, task in zip(rows, self._tasks, strict=True)]
+
+    def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
+        """Attempt other tasks in some places of the batch, the same one for all places of a group."""
+        dataset, taken = cast(Dataset, self.train_dataset), gather_object([row["task_id"] for row in rows])
+        seed = derived_seed(self.args.seed, self.state.global_step, self._num_rollouts, "refill")
+        drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
+        for slot, group in groups.items():
+            rows[slot] = dataset[drawn[group]]
+            self._tasks[slot] = task_from_row(rows[slot])
+        for slot, trajectory in zip(groups, self._attempt([self._tasks[slot] for slot in groups]), strict=True):
+            self._trajectories[slot] = trajectory
+
+    def _score(self, rows: list[dict[str, Any]], slots: list[int]) -> torch.Tensor:
+        """Rewards of some of the trajectories at hand, and nothing of what their functions log: that comes later."""
+        chosen = [self._trajectories[slot] for slot in slots]
+        inputs = [{**rows[slot], "trajectory": t} for slot, t in zip(slots, chosen, strict=True)]
+        prompts = [list(t.task.prompt) for t in chosen]
+        everything, self._trajectories = self._trajectories, chosen
+        try:
+            return self._calculate_rewards(
+                inputs, prompts, self._completions(), [list(t.completion_ids) for t in chosen]
+            )
+        finally:
+            self._trajectories = everything
+            self._pending_extra_logs.clear()
+            self._pending_metrics.clear()
+
+    def _completions(self) -> list[list[dict[str, Any]]]:
+        return [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]
 
     def _generate(self, prompts: list) -> tuple:
         if self._engine is None:
@@ -223,8 +257,7 @@ class MCPGRPOTrainer(PublishingTrainer):
         # TRL would parse a whole completion as one message. It only decodes those of prompts that are no messages, and
         # reward functions and logs get the real ones.
         output = super()._generate([task.task_id for task in self._tasks])
-        completions = [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]
-        return (*output[:COMPLETIONS], completions, *output[COMPLETIONS + 1 :])
+        return (*output[:COMPLETIONS], self._completions(), *output[COMPLETIONS + 1 :])
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -232,66 +265,36 @@ class MCPGRPOTrainer(PublishingTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._engine is None:
             return rewards
-        failed = torch.tensor([t.is_failed for t in self._trajectories], device=rewards.device)
-        return rewards.masked_fill(self.accelerator.gather(failed).unsqueeze(1), torch.nan)
+        is_left_out = torch.tensor([not t.is_learnt_from for t in self._trajectories], device=rewards.device)
+        return rewards.masked_fill(self.accelerator.gather(is_left_out).unsqueeze(1), torch.nan)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:
             return super()._generate_and_score_completions(inputs)
-        mode = "train" if self.model.training else "eval"
-        self._tasks = [task_from_row(row) for row in inputs]  # `rollout_func` is given prompts, not rows
-        for task in self._tasks:  # those of a stream have not been seen before
-            self._engine.catalog.check(task)
-        check_groups(
-            [task.task_id for task in self._tasks],
-            self.num_generations if mode == "train" else self.num_generations_eval,
-            offset=self.accelerator.process_index * len(self._tasks),
-        )
-        rows = [{**row, "prompt": list(task.prompt)} for row, task in zip(inputs, self._tasks, strict=True)]
-        batch = super()._generate_and_score_completions(rows)
-        batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+        return super()._generate_and_score_completions(self._roll_out_batch(list(inputs)))
+
+    def _add_columns(self, batch: dict[str, Any]) -> None:
+        if self._engine is None:
+            return
+        if self.args.old_logps == "sampler":
+            batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         metrics = reduced(trajectory_metrics(self._trajectories) | self._mask_metrics, self.accelerator)
-        for key, value in metrics.items():
-            self._metrics[mode][key].append(value)
-        failed = metrics["rollout/failed_fraction"]
+        self._record(metrics | tool_metrics(self._trajectories, gather_object))
         # Gathered, so that every rank stops, and for the same reasons.
         reasons = gather_object([f"{t.stop_reason}: {t.error or ''}" for t in self._trajectories if t.is_failed])
         try:
-            check_failures(reasons, failed, self.args.max_failed_fraction)
+            check_failures(reasons, metrics["rollout/failed_fraction"], self.args.max_failed_fraction)
         except RolloutError:
-            if mode == "train" and self.state.global_step and self.args.save_strategy != "no":
-                self._save_checkpoint(self.model, trial=None)  # to go on from once the servers are mended
+            self._save_before_stopping()
             raise
-        if self._schema_mask is not None:
-            batch["masked"] = padded_masks(self._trajectories, like=batch["completion_ids"])
-        if failed and self.loss_type in ROW_MEAN_LOSSES:
-            batch["row_scale"] = torch.tensor(1 / (1 - failed) if failed < 1 else 0.0, device=self.accelerator.device)
-        return batch
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if "row_scale" not in inputs and "masked" not in inputs:
-            return super()._compute_loss(model, inputs)
-        scale, beta, weight = inputs.get("row_scale", 1.0), self.beta, self.args.schema_mask_weight
-        advantages = inputs["advantages"] * scale
-        if "masked" in inputs and weight > 0:
-            advantages = advantages.unsqueeze(1) * (1 - inputs["masked"] * (1 - weight))
-        try:
-            # The policy term and the KL term, which are means over rows, but not the entropy bonus, which is not.
-            self.beta = float(beta * scale)
-            loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
-            if "masked" in inputs and self.beta and self.args.kl_on_forced and weight == 0:
-                kl = kl_of_masked(
-                    self._logps,
-                    inputs,
-                    LossDenominator.of(self, inputs),
-                    is_corrected=self.args.use_bias_correction_kl,
-                )
-                loss = loss + self.beta * kl
-            return loss
-        finally:
-            self.beta = beta
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._logps = output[0]
-        return output
+        batch |= token_columns(self._trajectories, like=batch["completion_ids"])
+        left_out = metrics["rollout/left_out_fraction"]
+        if left_out and self.loss_type in ROW_MEAN_LOSSES:
+            scale = 1 / (1 - left_out) if left_out < 1 else 0.0
+            batch["row_scale"] = torch.tensor(scale, device=self.accelerator.device)
+        if self.args.truncation == "bootstrap":
+            batch["is_cut"] = torch.tensor(
+                [float(t.is_cut) for t in self._trajectories], device=self.accelerator.device
+            )
+        if self.args.bootstrap_steps:
+            batch |= self._bootstrap_columns(batch, metrics)

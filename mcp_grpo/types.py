@@ -267,6 +267,10 @@ class Trajectory:
             none out.
         vocabulary (`VocabularyLike`, *optional*):
             What knows the bytes of each token, for [`explain`].
+        num_rejected (`int`, *optional*, defaults to `0`):
+            How often its first turn was thrown away and sampled again, because it called no tool.
+        left_out (`bool`, *optional*, defaults to `False`):
+            Whether loss and baseline leave it out although it did not fail.
 
     Example:
 
@@ -288,6 +292,8 @@ class Trajectory:
     roles: tuple[TokenRole, ...] | None = None
     masked: tuple[bool, ...] | None = None
     vocabulary: VocabularyLike | None = field(default=None, repr=False, compare=False)
+    num_rejected: int = 0
+    left_out: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -311,8 +317,8 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 where the policy loss looks: sampled, not masked, and not in a trajectory that failed."""
-        if self.is_failed:
+        """1 where the policy loss looks: sampled, not masked, and in a trajectory that is learnt from."""
+        if not self.is_learnt_from:
             return (0,) * len(self.sampled_mask)
         if self.masked is None:
             return self.sampled_mask
@@ -348,6 +354,16 @@ class Trajectory:
         """Whether it ended for a reason the policy is not to blame for; it is then left out of loss and baseline."""
         return self.stop_reason.is_failure
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ran out of turns or tokens."""
+        return self.stop_reason in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
+
+    @property
+    def is_learnt_from(self) -> bool:
+        """Whether it enters loss and baseline."""
+        return not (self.is_failed or self.left_out)
+
     def explain(self, *, reward: float | None = None) -> TokenView:
         """
         Show it token by token: who wrote each, what it is, how likely it was, and whether the policy loss sees it.
@@ -372,8 +388,7 @@ class Trajectory:
         ]
         by_author = (TokenRole.ENVIRONMENT, TokenRole.CHOICE)
         roles = self.roles or tuple(by_author[sampled] for sampled in self.sampled_mask)
-        # Nothing of a trajectory that failed is trained on.
-        masked = (True,) * length if self.is_failed else self.masked or (False,) * length
+        masked = (True,) * length if not self.is_learnt_from else self.masked or (False,) * length
         columns = (self.completion_ids, pieces[start:], self.turn_ids, self.logprobs, roles, masked)
         turn = None
         for token_id, piece, turn_id, logprob, role, is_masked in zip(*columns, strict=True):

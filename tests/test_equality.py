@@ -89,3 +89,17 @@ def test_without_servers_losses_and_gradients_are_those_of_trl(
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert sum(gradient.abs().sum() for gradient in theirs.values()) > 0
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"])
+def test_a_value_head_that_only_looks_on_leaves_the_policy_s_gradients_those_of_trl(
+    tmp_path: Path, loss_type: str
+) -> None:
+    # An update over weights that differ by the value head's own: gradients after the first step would show any leak.
+    settings = {"beta": 0.1, "loss_type": loss_type, "num_iterations": 2}
+    _, expected = _train(GRPOTrainer, GRPOConfig, tmp_path / "trl", True, settings)
+    looks_on = {"value_head": "linear", "kl_hard_cap": None, "kl_target": None}
+    _, gradients = _train(MCPGRPOTrainer, MCPGRPOConfig, tmp_path / "ours", True, {**settings, **looks_on})
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert ours.keys() - theirs.keys() == {name for name in ours if "value_head" in name} != set()

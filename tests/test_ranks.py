@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,12 @@ import pytest
 SCRIPT = Path(__file__).parent / "servers" / "train_ranks.py"
 
 
-def launch(folder: Path, model: str, dying_rank: str) -> subprocess.CompletedProcess:
+def launch(
+    folder: Path, model: str, dying_rank: str = "none", changes: dict[str, Any] | None = None
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocess.run(
-        [*command, str(SCRIPT), model, str(folder), dying_rank],
+        [*command, str(SCRIPT), model, str(folder), dying_rank, json.dumps(changes or {})],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -25,7 +28,7 @@ def launch(folder: Path, model: str, dying_rank: str) -> subprocess.CompletedPro
 
 
 def test_two_processes_train_one_policy_on_groups_that_span_them(tmp_path: Path, adding_model: str) -> None:
-    finished = launch(tmp_path, adding_model, dying_rank="none")
+    finished = launch(tmp_path, adding_model)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
@@ -44,3 +47,30 @@ def test_a_process_whose_server_breaks_stops_all_with_the_reason(tmp_path: Path,
     assert finished.returncode != 0
     assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
     assert "ended the connection" in finished.stderr
+
+
+def test_with_everything_on_two_processes_keep_one_policy_one_value_head_and_one_reference(
+    tmp_path: Path, adding_model: str
+) -> None:
+    changes = {
+        "advantage_mode": "hybrid",
+        "value_warmup_steps": 0,
+        "value_learning_rate": 0.01,
+        "beta": 0.05,
+        "ref_sync": "ema",
+        "ref_sync_steps": 1,
+        "schema_mask": "syntax",
+        "bootstrap_steps": 5,
+        "dynamic_sampling": 1,
+        "first_call_retries": 1,
+    }
+    finished = launch(tmp_path, adding_model, changes=changes)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    assert {"value_head", "ref", "default"} <= {part for name in first["weights"] for part in name.split(".")}
+    assert any(value for name, value in first["weights"].items() if "value_head" in name)
+    assert len(set(first["tasks"] + second["tasks"])) == 1  # also where a group was replaced
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert history[0]["ratio/p50"] == pytest.approx(1, abs=1e-3)
+    assert history[-1]["ref/distance"] > 0

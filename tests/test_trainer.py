@@ -209,7 +209,9 @@ def _gradients(folder: Path, stops: list[StopReason], seed: int = 0, **settings:
             return [made_up(t, failed_rng if s.is_failure else rng, s) for t, s in zip(tasks, stops, strict=True)]
 
     tokenizer, watch = family_tokenizer("qwen3"), Watch()
+    # Their log-probabilities are made up, too, and far from the policy's.
     sizes = {"per_device_train_batch_size": len(stops), "num_generations": len(stops), "max_steps": 1}
+    sizes |= {"ratio_gate_min": 0.0, "ratio_gate_max": 1e9}
     args = config(folder, max_failed_fraction=0.5, **{**sizes, **settings})
     save_tiny_model(folder / "model")  # by path, because the reference is loaded by it
     with Replay(

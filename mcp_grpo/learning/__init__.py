@@ -1,26 +1,73 @@
 """The learning signal."""
 
-from mcp_grpo.learning.batches import padded_masks, rollout_columns
+from mcp_grpo.learning.advantages import MixingWeight, first_tokens, returns_to_go, to_tokens, turn_baseline, turn_gae
+from mcp_grpo.learning.batches import rollout_columns, token_columns
+from mcp_grpo.learning.bootstrap import Bootstrap, imitation_loss, needs_bootstrap
 from mcp_grpo.learning.checks import check_failures, check_groups
-from mcp_grpo.learning.diagnostics import Ratio, reduced, trajectory_metrics
+from mcp_grpo.learning.critic import Critic, turn_columns
+from mcp_grpo.learning.diagnostics import Ratio, reduced, tool_metrics, trajectory_metrics
 from mcp_grpo.learning.extras import kl_of_masked
+from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
+from mcp_grpo.learning.health import Health
+from mcp_grpo.learning.kl import KLControl, capped_reference
+from mcp_grpo.learning.reference import MovingReference
+from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
 from mcp_grpo.learning.syntax import SyntaxRoles
+from mcp_grpo.learning.token_metrics import ratio_quantiles, token_metrics, token_sums
+from mcp_grpo.learning.turn_rewards import TurnRewards
+from mcp_grpo.learning.value_head import (
+    ValueRecorder,
+    add_value_head,
+    load_value_head,
+    save_value_head,
+    value_head_from_pretrained,
+    without_value_head,
+)
 
 
 __all__ = [
+    "Bootstrap",
+    "Critic",
     "GrammarRoles",
+    "Health",
+    "KLControl",
     "MaskRule",
+    "MixingWeight",
+    "MovingReference",
     "Ratio",
+    "RatioGate",
     "SamplerRoles",
     "SchemaMask",
     "SyntaxRoles",
+    "TurnRewards",
+    "ValueRecorder",
+    "add_value_head",
+    "capped_reference",
     "check_failures",
     "check_groups",
+    "first_tokens",
+    "imitation_loss",
     "kl_of_masked",
-    "padded_masks",
+    "load_value_head",
+    "needs_bootstrap",
+    "other_rows",
+    "ratio_quantiles",
     "reduced",
+    "refill",
+    "returns_to_go",
     "rollout_columns",
+    "save_value_head",
+    "to_tokens",
+    "token_columns",
+    "token_metrics",
+    "token_sums",
+    "tool_metrics",
     "trajectory_metrics",
+    "turn_baseline",
+    "turn_columns",
+    "turn_gae",
+    "value_head_from_pretrained",
+    "without_value_head",
 ]

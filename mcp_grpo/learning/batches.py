@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcp_grpo.types import Trajectory
+from mcp_grpo.types import TokenRole, Trajectory
 
 
 def rollout_columns(trajectories: Sequence[Trajectory], filler_id: int, *, is_soft: bool = False) -> dict[str, list]:
@@ -22,7 +22,7 @@ def rollout_columns(trajectories: Sequence[Trajectory], filler_id: int, *, is_so
     Returns:
         `dict[str, list]`: One entry per trajectory in each list.
     """
-    masks = [t.sampled_mask if is_soft and not t.is_failed else t.loss_mask for t in trajectories]
+    masks = [t.sampled_mask if is_soft and t.is_learnt_from else t.loss_mask for t in trajectories]
     return {
         "prompt_ids": [list(t.prompt_ids) for t in trajectories],
         "completion_ids": [list(t.completion_ids) or [filler_id] for t in trajectories],
@@ -32,21 +32,48 @@ def rollout_columns(trajectories: Sequence[Trajectory], filler_id: int, *, is_so
     }
 
 
-def padded_masks(trajectories: Sequence[Trajectory], like: torch.Tensor) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[float]], like: torch.Tensor, filler: float = 0) -> torch.Tensor:
     """
-    Which tokens are masked, as a tensor.
+    Figures for each token of completions, as a tensor.
+
+    Args:
+        rows (`Sequence[Sequence[float]]`):
+            One figure per token, or nothing for a completion that has none.
+        like (`torch.Tensor` of shape `(B, T)`):
+            The completions, padded on the right.
+        filler (`float`, *optional*, defaults to `0`):
+            What stands where nothing is given.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: The figures, of the type of `filler`.
+    """
+    dtype = torch.long if isinstance(filler, int) else torch.float32
+    table = torch.full(like.shape, filler, dtype=dtype)
+    for row, figures in enumerate(rows):
+        table[row, : len(figures)] = torch.tensor(figures, dtype=dtype)
+    return table.to(like.device)
+
+
+def token_columns(trajectories: Sequence[Trajectory], like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    What the loss needs to know of each token, beside what TRL tells it.
 
     Args:
         trajectories (`Sequence[Trajectory]`):
-            Trajectories with masks.
+            Finished trajectories. Those that are not learnt from have no turns, and nothing masked or forced.
         like (`torch.Tensor` of shape `(B, T)`):
             Their completions, padded on the right.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: 1 where the policy loss leaves a token out that the policy wrote.
+        `dict[str, torch.Tensor]`: Tensors of shape `(B, T)`: `turn_ids`, the turn of each sampled token and -1 for
+        others; and, if known, `masked`, 1 where the policy loss leaves a token out that the policy wrote, and `forced`,
+        1 where it is syntax of a valid call.
     """
-    masks = torch.zeros(like.shape, device=like.device)
-    for row, trajectory in enumerate(trajectories):
-        if trajectory.masked and not trajectory.is_failed:
-            masks[row, : len(trajectory.masked)] = torch.tensor(trajectory.masked, dtype=masks.dtype)
-    return masks
+    learnt = [trajectory if trajectory.is_learnt_from else None for trajectory in trajectories]
+    columns = {"turn_ids": padded([t.turn_ids if t else () for t in learnt], like, -1)}
+    if any(trajectory.masked is not None for trajectory in trajectories):
+        columns["masked"] = padded([(t and t.masked) or () for t in learnt], like, 0.0)
+    if any(trajectory.roles is not None for trajectory in trajectories):
+        forced = [[role is TokenRole.FORCED for role in (t and t.roles) or ()] for t in learnt]
+        columns["forced"] = padded(forced, like, 0.0)
+    return columns

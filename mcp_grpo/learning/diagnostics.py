@@ -1,6 +1,8 @@
 """Figures about trajectories that say whether a run is healthy."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +51,12 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
             - `rollout/force_rate`: share of the sampled tokens that were sampled under a constraint.
             - `rollout/neg_log_allowed`: of those, the mean of -log of the probability that the policy gave to all that
               the constraint allowed; 0 for a policy that needs no constraint.
-            - `rollout/failed_fraction`: share of trajectories left out of loss and baseline.
+            - `rollout/rejected_turns`: first turns per trajectory that were thrown away because they called no tool.
+            - `rollout/rejection_cost`: what that costs in being on-policy: the mean of log(q / pi) of the first turns that
+              were kept, where the sampler draws from pi and throwing away makes q of it; 0 if none was thrown away. It
+              is estimated for each task by itself, from its trajectories on this rank.
+            - `rollout/failed_fraction`: share of trajectories that ended for a reason the policy is not to blame for.
+            - `rollout/left_out_fraction`: share of trajectories left out of loss and baseline, for that or by `truncation`.
             - `rollout/seconds`: seconds per trajectory.
     """
     results = [exchange.result for trajectory in trajectories for exchange in trajectory.exchanges]
@@ -59,6 +66,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
     sampled = [segment for trajectory in trajectories for segment in trajectory.segments if segment.sampled]
     num_sampled = sum(len(segment.token_ids) for segment in sampled)
     allowed = [logprob for segment in sampled for logprob in segment.allowed_logprobs or ()]
+
+    costs = _rejection_costs(trajectories)
 
     def per_trajectory(total: float) -> Ratio:
         return Ratio(total=total, count=len(trajectories))
@@ -79,8 +88,64 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
         "tools/seconds": per_call(sum(result.seconds for result in results)),
         "rollout/force_rate": Ratio(total=len(allowed), count=num_sampled),
         "rollout/neg_log_allowed": Ratio(total=-sum(allowed), count=len(allowed)),
+        "rollout/rejected_turns": per_trajectory(sum(trajectory.num_rejected for trajectory in trajectories)),
+        "rollout/rejection_cost": Ratio(total=sum(costs), count=len(costs)),
         "rollout/failed_fraction": per_trajectory(sum(trajectory.is_failed for trajectory in trajectories)),
+        "rollout/left_out_fraction": per_trajectory(sum(not t.is_learnt_from for t in trajectories)),
         "rollout/seconds": per_trajectory(sum(trajectory.seconds for trajectory in trajectories)),
+    }
+
+
+def _rejection_costs(trajectories: Sequence[Trajectory]) -> list[float]:
+    """
+    log(q / pi) of each first turn that was kept.
+
+    Let f be how likely a turn is that calls no tool. Of at most R + 1 draws, a turn that is kept at once comes as the
+    first, or as the second after one without a call, and so on: q / pi = 1 + f + ... + f^R, which is also the mean number
+    of draws. A turn without a call is kept only as the last draw: q / pi = f^R, and R is how many were thrown away.
+    """
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.num_turns:  # the deadline may come before a turn is kept
+            groups[trajectory.task.task_id].append(trajectory)
+    costs: list[float] = []
+    for group in groups.values():
+        lacks_call = [t.num_turns == 1 and t.stop_reason is StopReason.ANSWERED for t in group]
+        num_rejected = sum(trajectory.num_rejected for trajectory in group)
+        num_draws = num_rejected + len(group)
+        num_without_call = num_rejected + sum(lacks_call)
+        costs += [
+            t.num_rejected * math.log(num_without_call / num_draws) if lacks else math.log(num_draws / len(group))
+            for t, lacks in zip(group, lacks_call, strict=True)
+        ]
+    return costs
+
+
+def tool_metrics(
+    trajectories: Sequence[Trajectory], gather: Callable[[list[Any]], list[Any]] = list
+) -> dict[str, float]:
+    """
+    What happened to each tool that was called.
+
+    Args:
+        trajectories (`Sequence[Trajectory]`):
+            The batch of this rank.
+        gather (`Callable[[list], list]`, *optional*):
+            Joins a list with those of all other ranks.
+
+    Returns:
+        `dict[str, float]`: For each tool of the catalog that was called, `tools/by_name/*/calls`, the number of calls, and
+        `tools/by_name/*/error_rate`, the share of them that did not succeed.
+    """
+    exchanges = [e for trajectory in trajectories for e in trajectory.exchanges]
+    # A name that the policy made up is no tool.
+    named = [e for e in exchanges if e.result.kind not in (ResultKind.UNKNOWN_TOOL, ResultKind.MALFORMED_CALL)]
+    counts = Counter(e.call.name for e in named), Counter(e.call.name for e in named if e.result.is_error)
+    calls, errors = Counter[str](), Counter[str]()
+    for own_calls, own_errors in gather([counts]):
+        calls, errors = calls + own_calls, errors + own_errors
+    return {f"tools/by_name/{name}/calls": float(count) for name, count in sorted(calls.items())} | {
+        f"tools/by_name/{name}/error_rate": errors[name] / count for name, count in sorted(calls.items())
     }
 
 

@@ -1,12 +1,10 @@
 """Roles of tokens by a grammar of the tools: what the schemas force is told from what the policy chose."""
 
-import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from operator import is_not
 from typing import Any
 
-from mcp_grpo.rollout.grammar import TurnGrammars
+from mcp_grpo.rollout.grammar import TurnGrammar, TurnGrammars
 from mcp_grpo.types import Segment, TokenRole
 
 
@@ -40,6 +38,8 @@ class GrammarRoles:
 
     def __init__(self, grammars: TurnGrammars) -> None:
         self._grammars = grammars
+        self._tools: tuple[Mapping[str, Any], ...] = ()
+        self._grammar: TurnGrammar | None = None
 
     def __call__(self, segment: Segment, tools: Sequence[Mapping[str, Any]]) -> tuple[TokenRole, ...]:
         """See [`roles`]."""
@@ -59,12 +59,12 @@ class GrammarRoles:
             `tuple[TokenRole, ...]`: One role per token.
         """
         pieces = self._grammars.pieces(token_ids)
-        triggers = set(_covering(pieces, self._grammars.opening))
+        triggers = self._grammars.triggers(pieces)
         roles = [TokenRole.TRIGGER if i in triggers else TokenRole.CHOICE for i in range(len(pieces))]
         if not triggers:
             return tuple(roles)
         walked, first, forced = list(roles), min(triggers), b""
-        matcher = self._grammars.grammar(tools).matcher()
+        matcher = self._grammar_of(tools).matcher()
         # Nothing is forced in free text, so it is read at once.
         if not matcher.consume_tokens(list(token_ids[:first])):
             return tuple(roles)
@@ -76,6 +76,12 @@ class GrammarRoles:
                 return tuple(roles)
             forced = forced[len(pieces[i]) :]
         return tuple(walked if matcher.is_accepting() else roles)
+
+    def _grammar_of(self, tools: Sequence[Mapping[str, Any]]) -> TurnGrammar:
+        # Trajectories share schemas. To see that they are the same ones takes less time than to look them up.
+        if self._grammar is None or len(tools) != len(self._tools) or any(map(is_not, tools, self._tools)):
+            self._tools, self._grammar = tuple(tools), self._grammars.grammar(tools)
+        return self._grammar
 
 
 class SamplerRoles:
@@ -106,7 +112,7 @@ class SamplerRoles:
             `tuple[TokenRole, ...]`: One role per token. What stands before a call, what opens it and the end of the turn
             are never forced.
         """
-        triggers = set(_covering(self._grammars.pieces(segment.token_ids), self._grammars.opening))
+        triggers = self._grammars.triggers(self._grammars.pieces(segment.token_ids))
         first = min(triggers, default=len(segment.token_ids))
         roles: list[TokenRole] = []
         for i, (token, logprob) in enumerate(zip(segment.token_ids, segment.logprobs or (), strict=True)):
@@ -114,10 +120,3 @@ class SamplerRoles:
             plain = TokenRole.FORCED if is_forced else TokenRole.CHOICE
             roles.append(TokenRole.TRIGGER if i in triggers else plain)
         return tuple(roles)
-
-
-def _covering(pieces: Sequence[bytes], literal: bytes) -> Iterator[int]:
-    """Indices of the pieces that a literal reaches into, wherever it stands."""
-    ends = list(accumulate(map(len, pieces)))
-    for found in re.finditer(re.escape(literal), b"".join(pieces)):
-        yield from range(bisect_right(ends, found.start()), bisect_left(ends, found.end()) + 1)

@@ -1,7 +1,7 @@
 """Which tokens of a tool call leave the policy loss, because the policy had no choice in them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -11,6 +11,9 @@ from mcp_grpo.types import Segment, Task, TokenRole, Trajectory
 
 
 Gather = Callable[[list[Any]], list[Any]]
+
+Candidate = tuple[int, int]
+"""A token that could be masked: its trajectory and its place."""
 
 
 RolesOf = Callable[[Segment, Sequence[Mapping[str, Any]]], tuple[TokenRole, ...]]
@@ -113,46 +116,61 @@ def with_masks(
             - `mask/straddling_fraction`: share of the sampled tokens that are syntax and a choice in one.
             - `mask/relaxed_fraction`: share of the tokens that would be masked, but for the floors.
     """
-    least, candidates = math.log(rule.min_prob) if rule.min_prob > 0 else -math.inf, []
-    maskable = {TokenRole.FORCED, TokenRole.TRIGGER} if rule.mask_trigger else {TokenRole.FORCED}
-    counted = [trajectory for trajectory in trajectories if not trajectory.is_failed]
-    for row, trajectory in enumerate(counted):
+    least = math.log(rule.min_prob) if rule.min_prob > 0 else -math.inf
+    maskable = [TokenRole.FORCED, *([TokenRole.TRIGGER] if rule.mask_trigger else [])]
+    masked = [[False] * len(trajectory.completion_ids) for trajectory in trajectories]
+    candidates: list[Candidate] = []
+    num_sampled = num_forced = num_straddling = 0
+    for row, trajectory in enumerate(trajectories):
+        if not trajectory.is_learnt_from:
+            continue
         assert trajectory.roles is not None
-        candidates += [
-            (logprob, row, index)
-            for index, (role, logprob) in enumerate(zip(trajectory.roles, trajectory.logprobs, strict=True))
-            if role in maskable and logprob >= least
-        ]
-    num_sampled = sum(sum(trajectory.sampled_mask) for trajectory in counted)
-    relaxed = _relaxed(candidates, num_sampled, rule, gather, rank)
-    masked = {(row, index) for _, row, index in candidates} - relaxed
-    rows = {id(trajectory): row for row, trajectory in enumerate(counted)}
-    done = [
-        replace(t, masked=tuple((rows.get(id(t), -1), index) in masked for index in range(len(t.completion_ids))))
-        for t in trajectories
-    ]
-    roles = [role for trajectory in counted for role in trajectory.roles or ()]
-    return done, {
-        "mask/masked_fraction": Ratio(total=len(masked), count=num_sampled),
-        "mask/forced_fraction": Ratio(total=roles.count(TokenRole.FORCED), count=num_sampled),
-        "mask/straddling_fraction": Ratio(total=roles.count(TokenRole.STRADDLING), count=num_sampled),
+        num_sampled += sum(len(segment.token_ids) for segment in trajectory.segments if segment.sampled)
+        num_forced += trajectory.roles.count(TokenRole.FORCED)
+        num_straddling += trajectory.roles.count(TokenRole.STRADDLING)
+        logprobs = trajectory.logprobs
+        for place in sorted(place for role in maskable for place in _places(trajectory.roles, role)):
+            if logprobs[place] >= least:
+                candidates.append((row, place))
+                masked[row][place] = True
+    relaxed = _relaxed(candidates, trajectories, num_sampled, rule, gather, rank)
+    for row, place in relaxed:
+        masked[row][place] = False
+    return [replace(t, masked=tuple(own)) for t, own in zip(trajectories, masked, strict=True)], {
+        "mask/masked_fraction": Ratio(total=len(candidates) - len(relaxed), count=num_sampled),
+        "mask/forced_fraction": Ratio(total=num_forced, count=num_sampled),
+        "mask/straddling_fraction": Ratio(total=num_straddling, count=num_sampled),
         "mask/relaxed_fraction": Ratio(total=len(relaxed), count=len(candidates)),
     }
 
 
+def _places(roles: tuple[TokenRole, ...], role: TokenRole) -> Iterator[int]:
+    """Where a role stands, without a look in Python at every token."""
+    place = -1
+    for _ in range(roles.count(role)):
+        place = roles.index(role, place + 1)
+        yield place
+
+
 def _relaxed(
-    candidates: list[tuple[float, int, int]], num_sampled: int, rule: MaskRule, gather: Gather, rank: int
-) -> set[tuple[int, int]]:
+    candidates: list[Candidate],
+    trajectories: Sequence[Trajectory],
+    num_sampled: int,
+    rule: MaskRule,
+    gather: Gather,
+    rank: int,
+) -> list[Candidate]:
     """The candidates of this process that come back, the least probable of all processes first."""
     counts = gather([(num_sampled, len(candidates))])
     num_to_relax = rule.num_to_relax(sum(count for count, _ in counts), sum(count for _, count in counts))
     if not num_to_relax:
-        return set()
-    logprobs = gather([[logprob for logprob, _, _ in candidates]])  # one list for each process, in the order of ranks
+        return []
+    # One list for each process, in the order of ranks.
+    logprobs = gather([[trajectories[row].logprobs[place] for row, place in candidates]])
     everyone = sorted(
-        (logprob, owner, place) for owner, own in enumerate(logprobs) for place, logprob in enumerate(own)
+        (logprob, owner, index) for owner, own in enumerate(logprobs) for index, logprob in enumerate(own)
     )
-    return {candidates[place][1:] for _, owner, place in everyone[:num_to_relax] if owner == rank}
+    return [candidates[index] for _, owner, index in everyone[:num_to_relax] if owner == rank]
 
 
 class SchemaMask:
@@ -162,11 +180,11 @@ class SchemaMask:
     Args:
         roles_of (`Callable`):
             Looks at one turn: gets its segment and the schemas of the tools, returns one role per token.
-        rule (`MaskRule`):
-            Which tokens to leave out.
+        rule (`MaskRule`, *optional*):
+            Which tokens to leave out. `None` leaves none out, and only tells syntax from choices.
     """
 
-    def __init__(self, roles_of: RolesOf, rule: MaskRule) -> None:
+    def __init__(self, roles_of: RolesOf, rule: MaskRule | None) -> None:
         self._roles_of = roles_of
         self._rule = rule
 
@@ -195,4 +213,4 @@ class SchemaMask:
             about them.
         """
         found = [with_roles(trajectory, self._roles_of, tools_for(trajectory.task)) for trajectory in trajectories]
-        return with_masks(found, self._rule, gather, rank)
+        return (found, {}) if self._rule is None else with_masks(found, self._rule, gather, rank)

@@ -2,14 +2,14 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcp_grpo.learning.formats import CallSyntax, Cursor, Offer, detect_syntax
-from mcp_grpo.types import Message, TokenRole
-from mcp_grpo.vocabulary import Vocabulary
+from mcp_grpo.errors import TemplateError
+from mcp_grpo.rollout.formats import CallSyntax, Cursor, Offer, detect_syntax
+from mcp_grpo.types import TokenRole
 
 
 _CHOICE, _FORCED, _TRIGGER = range(3)
@@ -54,20 +54,18 @@ class SyntaxRoles:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        def render(messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-            return str(
-                tokenizer.apply_chat_template(
-                    list(messages),
-                    tokenize=False,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    **(chat_template_kwargs or {}),
-                )
+        try:
+            self._format = detect_syntax(
+                tokenizer,
+                end_of_turn_ids=end_of_turn_ids,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
             )
-
-        self._format, self._spelling = detect_syntax(render, Vocabulary(tokenizer), end_of_turn_ids)
+        except TemplateError:
+            self._format = None
         self._ends = frozenset(end_of_turn_ids)
         self._offers: dict[tuple[str, ...], Offer] = {}
+        self._roles = _Roles()
 
     @property
     def is_supported(self) -> bool:
@@ -87,19 +85,21 @@ class SyntaxRoles:
         Returns:
             `tuple[TokenRole, ...]`: One entry per token.
         """
-        roles = [TokenRole.CHOICE] * len(token_ids)
-        pieces = self._spelling.tokens(token_ids)
+        roles = (TokenRole.CHOICE,) * len(token_ids)
+        pieces = [] if self._format is None else self._format.spelling.tokens(token_ids)
         text = "".join(pieces)
         if self._format is None or self._format.trigger not in text:
-            return tuple(roles)
+            return roles
         kinds = self._kinds(self._format, text, token_ids[-1] in self._ends, tools)
-        starts = list(accumulate(map(len, pieces), initial=0))
         first, last = len(kinds) - len(kinds.lstrip(b"\0")), len(kinds.rstrip(b"\0"))
-        for i in range(bisect_right(starts, first) - 1, bisect_left(starts, last)):
-            roles[i] = _role(kinds[starts[i] : starts[i + 1]])
-        return tuple(roles)
+        if not last:
+            return roles
+        starts = list(accumulate(map(len, pieces), initial=0))
+        begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
+        read = [self._roles[kinds[i:j]] for i, j in pairwise(starts[begin : end + 1])]
+        return (*roles[:begin], *read, *roles[end:])
 
-    def _kinds(self, call: CallSyntax, text: str, is_ended: bool, tools: Sequence[Mapping[str, Any]]) -> bytearray:
+    def _kinds(self, call: CallSyntax, text: str, is_ended: bool, tools: Sequence[Mapping[str, Any]]) -> bytes:
         """What each character of the spelling of a turn is."""
         offer = self._offer(call, tools)
         cursor = Cursor(text)
@@ -117,7 +117,7 @@ class SyntaxRoles:
         kinds = cursor.forced() if is_valid else bytearray(len(text))
         for trigger in triggers:
             kinds[trigger : trigger + len(call.trigger)] = bytes([_TRIGGER]) * len(call.trigger)
-        return kinds
+        return bytes(kinds)
 
     def _offer(self, call: CallSyntax, tools: Sequence[Mapping[str, Any]]) -> Offer:
         names = tuple(tool["function"]["name"] for tool in tools)
@@ -128,9 +128,15 @@ class SyntaxRoles:
         return offer
 
 
-def _role(kinds: bytearray) -> TokenRole:
-    if _TRIGGER in kinds:
-        return TokenRole.TRIGGER
-    if _FORCED not in kinds:
-        return TokenRole.CHOICE
-    return TokenRole.STRADDLING if _CHOICE in kinds else TokenRole.FORCED
+class _Roles(dict[bytes, TokenRole]):
+    """Roles of tokens by the kinds of their characters. There are many tokens, but few kinds of them."""
+
+    def __missing__(self, kinds: bytes) -> TokenRole:
+        if _TRIGGER in kinds:
+            role = TokenRole.TRIGGER
+        elif _FORCED not in kinds:
+            role = TokenRole.CHOICE
+        else:
+            role = TokenRole.STRADDLING if _CHOICE in kinds else TokenRole.FORCED
+        self[kinds] = role
+        return role

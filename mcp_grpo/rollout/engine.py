@@ -126,6 +126,7 @@ class RolloutEngine:
         temperature: float = 1.0,
         seed: int = 0,
         grammars: TurnGrammars | None = None,
+        first_call_retries: int = 0,
         max_concurrent: int | None = None,
         on_done: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
@@ -147,6 +148,9 @@ class RolloutEngine:
                 Seed of all of them; each gets its own.
             grammars (`TurnGrammars`, *optional*):
                 Confine every turn to the grammar of its tools. `None` samples freely.
+            first_call_retries (`int`, *optional*, defaults to `0`):
+                How often the first turn of a trajectory may be thrown away and sampled again because the policy ended it
+                without a tool call.
             max_concurrent (`int`, *optional*):
                 How many may be under way at a time; all of them, if not given.
             on_done (`Callable[[Trajectory], None]`, *optional*):
@@ -169,6 +173,7 @@ class RolloutEngine:
                     temperature=temperature,
                     seed=derived_seed(seed, index),
                     grammars=grammars,
+                    first_call_retries=first_call_retries,
                 )
             trajectories[index] = trajectory
             if on_done is not None:

@@ -3,16 +3,22 @@
 import json
 import logging
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcp_grpo.errors import CatalogError, SettingsError
-from mcp_grpo.rollout.call_format import REASONING, CallFormat, JsonArguments, TaggedArguments, call_format
+from mcp_grpo.errors import CatalogError, SettingsError, TemplateError
+from mcp_grpo.rollout.formats import REASONING_TAGS, CallSyntax, detect_syntax
+from mcp_grpo.rollout.formats.notation import Flat, Nested, Notation
+from mcp_grpo.rollout.formats.offer import referred
+from mcp_grpo.rollout.formats.spelling import parts, plain, spelled
+from mcp_grpo.vocabulary import Vocabulary
 
 
 if TYPE_CHECKING:
@@ -97,16 +103,18 @@ class TurnGrammars:
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.num_compiled = 0
         self._backend: Any = tokenizer
-        self._format = call_format(
+        self._vocabulary = Vocabulary(tokenizer)
+        self._call = detect_syntax(
             tokenizer, end_of_turn_ids=end_of_turn_ids, chat_template_kwargs=chat_template_kwargs
         )
+        if not _has_grammar(self._call.notation):
+            call = self._call.trigger + self._call.before_name + "name" + self._call.notation.after_name
+            raise TemplateError(
+                f"No grammar is known for tool calls that begin like {self._call.spelling.shown(call)!r}, but for those whose "
+                "arguments are one JSON object (Qwen, Llama, GPT-OSS) or stand between tags (Qwen3.5, Nemotron, GLM). Set "
+                '`schema_mask="syntax"`, which needs no grammar, and sample without a constraint.'
+            )
         self._grammars: dict[str, TurnGrammar] = {}
-        self._pieces: dict[int, bytes] = {}
-
-    @property
-    def opening(self) -> bytes:
-        """What opens a tool call, as [`pieces`] spells it."""
-        return self._writer.opening
 
     def grammar(self, tools: Sequence[Schema]) -> TurnGrammar:
         """
@@ -135,11 +143,26 @@ class TurnGrammars:
         Returns:
             `list[bytes]`: One entry per token.
         """
-        unseen = set(token_ids).difference(self._pieces)
-        for i in unseen:
-            is_special = self._tokenizer.is_special_token(i)
-            self._pieces[i] = _special_piece(i) if is_special else self._tokenizer.decode_bytes([i])
-        return [self._pieces[i] for i in token_ids]
+        special, pieces = self._writer.special, self._vocabulary.pieces(token_ids)
+        return [_special_piece(i) if i in special else piece for i, piece in zip(token_ids, pieces, strict=True)]
+
+    def triggers(self, pieces: Sequence[bytes]) -> set[int]:
+        """
+        The tokens that open a call.
+
+        Args:
+            pieces (`Sequence[bytes]`):
+                The turn, from [`pieces`].
+
+        Returns:
+            `set[int]`: Indices of the tokens that what opens a call reaches into. What looks like it in an argument opens
+            none.
+        """
+        ends = list(accumulate(map(len, pieces)))
+        found: set[int] = set()
+        for opening in self._writer.openings(b"".join(pieces)):
+            found.update(range(bisect_right(ends, opening.start()), bisect_left(ends, opening.end()) + 1))
+        return found
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer":
@@ -149,9 +172,10 @@ class TurnGrammars:
 
     @cached_property
     def _writer(self) -> "_Writer":
-        added: dict[str, int] = self._backend.get_added_vocab()
-        special = {literal: i for literal, i in added.items() if self._tokenizer.is_special_token(i)}
-        return _Writer(self._format, special, self.end_of_turn_ids)
+        added = {i: literal for literal, i in self._vocabulary.added.items()}
+        controls = set(self._call.spelling.controls.values())
+        special = {i: added[i] for i in added if i in controls or self._tokenizer.is_special_token(i)}
+        return _Writer(self._call, special, self.end_of_turn_ids)
 
     def _compile(self, tools: Sequence[Schema]) -> TurnGrammar:
         text = self._writer.grammar(tools)
@@ -188,116 +212,134 @@ class TurnGrammars:
 class _Writer:
     """Writes grammars in llguidance's dialect of Lark."""
 
-    def __init__(self, call: CallFormat, special: Mapping[str, int], end_of_turn_ids: frozenset[int]) -> None:
+    def __init__(self, call: CallSyntax, special: Mapping[int, str], end_of_turn_ids: frozenset[int]) -> None:
+        self.special = special
         self._call = call
-        self._special = special
         self._ends = end_of_turn_ids
-        self._split = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
         # A call opens with a control token, or else with the first word of its opening: some models write the rest
         # with other whitespace, and what they then write is still read as a call.
-        found = self._split.match(call.opening)
-        self._opener = found[0] if found else call.opening.split()[0]
-        self._opens_by_token = bool(found)
-        self.opening = _special_piece(special[self._opener]) if found else self._opener.encode()
+        self._opens_by_token = isinstance(parts(call.trigger)[0], int)
+        self._opener = call.trigger if self._opens_by_token else spelled(plain(call.trigger).split()[0])
+        blanks, _, self._rest = (call.trigger + call.before_name).partition(self._opener)
+        self._header = _piece(call.header + blanks)
+
+    def openings(self, turn: bytes) -> Iterator[re.Match[bytes]]:
+        """What opens calls. If it is JSON, an argument can look like it: then only what comes first in a turn or message."""
+        is_anywhere = not self._call.is_bare or self._call.between is not None
+        for i, found in enumerate(re.finditer(re.escape(_piece(self._opener)), turn)):
+            if is_anywhere or i == 0 or turn.endswith(self._header, 0, found.start()):
+                yield found
 
     def grammar(self, tools: Sequence[Schema]) -> str:
         return "\n".join(["%llguidance {}", *self._turn(bool(tools)), *self._calls(tools)])
 
     def _turn(self, has_tools: bool) -> Iterator[str]:
         """Rules of a turn: what is free, and where calls may stand."""
-        has_reasoning = all(marker in self._special for marker in REASONING)
-        markers = [self._opener, *(REASONING if has_reasoning else ())]
-        controls = set(self._special.values()) - self._ends - {self._special.get(marker) for marker in markers}
+        ids = {literal: i for i, literal in self.special.items()}
+        reasoning = next((tags for tags in REASONING_TAGS if all(tag in ids for tag in tags)), ())
+        markers = [self._call.spelling.shown(self._opener), *reasoning]
+        controls = self.special.keys() - self._ends - {ids.get(marker) for marker in markers}
         yield "end: " + _one_of(self._ends)
         yield "ANY: /(?s:.*)/"
         # A marker is written as its token; spelt out, it would be read as the token is, but is not followed up.
         yield f"TEXT: /(?s:.+)/ & ~({_containing(markers)})"
         yield "plain: TEXT?" + (f" ({_one_of(controls)} TEXT?)*" if controls else "")
         endings = ["end", *(["calls"] if has_tools else [])]
-        if not has_reasoning:
+        if not reasoning:
             yield "start: plain (" + " | ".join(endings) + ")"
             return
-        opened, closed = (self._written(marker) for marker in REASONING)
+        opened, closed = (_one_of({ids[tag]}) for tag in reasoning)
         # What is called in the midst of reasoning is not read as a call.
         yield f"answer: plain ({opened} plain {closed} plain)* ({' | '.join([*endings, f'{opened} plain end'])})"
-        yield "start: " + (f"plain (end | {closed} answer)" if self._call.in_reasoning else "answer")
+        yield "start: " + (f"plain (end | {closed} answer)" if self._call.reasoning.is_open else "answer")
 
     def _calls(self, tools: Sequence[Schema]) -> Iterator[str]:
         if not tools:
             return
-        call, end = self._call, self._written(self._call.end)
-        rest = self._written(call.opening.removeprefix(self._opener))
-        if self._opens_by_token:
-            first = again = self._written(self._opener)
-        else:
+        call, notation = self._call, self._call.notation
+        first = again = _written(self._opener)
+        if not self._opens_by_token:
             # One terminal with the text before it: text that may go on would swallow the opening.
-            yield f"OPENED: (ANY & ~({_containing([self._opener])})) {json.dumps(self._opener)}"
-            first, again = "OPENED", json.dumps(self._opener)
-        between = "" if call.between is None else f" ({self._written(call.between)} {again} call)*"
-        yield f"calls: {first} call{between} {end}"
-        yield f"call: {rest} ({' | '.join(f'tool_{i}' for i in range(len(tools)))}) {self._written(call.closing)}"
-        arguments = self._json if isinstance(call.arguments, JsonArguments) else self._tagged
+            yield f"OPENED: (ANY & ~({_containing([plain(self._opener)])})) {again}"
+            first = "OPENED"
+        between = "" if call.between is None else f" ({_written(call.between)} {again} call)*"
+        yield f"calls: {first} call{between} {_written(call.after_last + call.end)}"
+        joint = f" ({_written(notation.joint)} tool)*" if notation.joint else ""
+        yield f"call: {_written(self._rest)} tool{joint} {_written(notation.closing)}"
+        yield f"tool: {' | '.join(f'tool_{i}' for i in range(len(tools)))}"
         for i, tool in enumerate(tools):
-            function = tool["function"]
-            parameters = {"type": "object", **(function.get("parameters") or {})}
-            yield f"tool_{i}: {self._written(function['name'] + call.after_name)} {arguments(parameters)}"
-        if isinstance(call.arguments, TaggedArguments):
-            yield from self._raw_value(call.arguments)
+            yield f"tool_{i}: {_tool(notation, tool['function'])}"
+        if isinstance(notation, Flat):
+            yield from self._raw_value(notation)
 
-    def _json(self, schema: Schema) -> str:
-        style = self._call.arguments
-        if isinstance(style, TaggedArguments):
-            style = JsonArguments(item_separator=", ", key_separator=": ")  # what Jinja's `tojson` writes
-        options = {
-            "item_separator": style.item_separator,
-            "key_separator": style.key_separator,
-            "whitespace_flexible": False,
-            "lenient": True,
-        }
-        return "%json " + json.dumps({**schema, "x-guidance": options})
-
-    def _tagged(self, schema: Schema) -> str:
-        """Arguments one by one, in the order of the schema."""
-        required = schema.get("required", ())
-        arguments = [
-            f"({self._argument(key, value, schema)}){'' if key in required else '?'}"
-            for key, value in schema.get("properties", {}).items()
-        ]
-        return " ".join(arguments)
-
-    def _argument(self, key: str, schema: Any, root: Schema) -> str:
-        style: Any = self._call.arguments
-        written = _resolved(schema, root)
-        before = self._written(style.before_key + key + style.before_value)
-        options = written.get("enum", [written["const"]] if "const" in written else [])
-        types = _types(written, root)
-        if options and all(isinstance(option, str) for option in options):
-            value = " | ".join(map(json.dumps, options))
-        elif not types or "string" in types:
-            return f"{before} raw"
-        else:
-            definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
-            # Some templates write Python's constants, and the parser takes both.
-            constants = {"boolean": '"True" | "False"', "null": '"None"'}
-            known = [constants[kind] for kind in constants if kind in types]
-            value = " | ".join([self._json({**written, **definitions}), *known])
-        return f"{before} ({value}) {self._written(style.after_value)}"
-
-    def _raw_value(self, style: TaggedArguments) -> Iterator[str]:
+    def _raw_value(self, notation: Flat) -> Iterator[str]:
         """A text without quotes, up to its closing tag."""
-        tags = _containing((style.after_value + self._call.closing).split())
-        ending, *rest = (part for part in self._split.split(style.after_value) if part)
-        if ending in self._special:
+        after_value = notation.after_value or ""
+        tags = _containing(self._call.spelling.shown(after_value + notation.closing).split())
+        ending = parts(after_value)[0]
+        if isinstance(ending, int):
             yield f"VALUE: /(?s:.+)/ & ~({tags})"
-            yield f"raw: VALUE? {self._written(style.after_value)}"
+            yield f"raw: VALUE? {_written(after_value)}"
         else:
             yield f"VALUE: (ANY & ~({tags})) {json.dumps(ending)}"
-            yield f"raw: VALUE {self._written(''.join(rest))}"
+            yield f"raw: VALUE {_written(after_value.removeprefix(spelled(ending)))}"
 
-    def _written(self, text: str) -> str:
-        """A fixed text, its control tokens as tokens."""
-        parts = (part for part in self._split.split(text) if part)
-        return " ".join(_one_of({self._special[p]}) if p in self._special else json.dumps(p) for p in parts)
+
+def _has_grammar(notation: Notation) -> bool:
+    """Whether arguments are one JSON object, or stand between tags that are the same around each of them."""
+    if isinstance(notation, Nested):
+        return notation.key_quote == notation.quote == '"'
+    after_name = notation.before_key.removesuffix(notation.between)
+    return notation.after_value is not None and notation.empty == after_name + notation.closing
+
+
+def _tool(notation: Notation, function: Mapping[str, Any]) -> str:
+    """A call of a tool, from its name to what closes the call. Tagged arguments come in the order of the schema."""
+    name = spelled(function["name"])
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    if isinstance(notation, Nested):
+        return f"{_written(name + notation.after_name[:-1])} {_json(schema, notation.comma, notation.colon)}"
+    required = schema.get("required", ())
+    arguments = [
+        f"({_argument(notation, key, value, schema)}){'' if key in required else '?'}"
+        for key, value in schema.get("properties", {}).items()
+    ]
+    return " ".join([_written(name + notation.before_key.removesuffix(notation.between)), *arguments])
+
+
+def _argument(notation: Flat, key: str, schema: Any, root: Schema) -> str:
+    written = referred(schema, root)
+    before = _written(notation.between + spelled(key) + notation.after_key)
+    options = written.get("enum", [written["const"]] if "const" in written else [])
+    types = _types(written, root)
+    if options and all(isinstance(option, str) for option in options):
+        value = " | ".join(map(json.dumps, options))
+    elif not types or "string" in types:
+        return f"{before} raw"
+    else:
+        definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
+        # Some templates write Python's constants, and the parser takes both.
+        constants = {"boolean": '"True" | "False"', "null": '"None"'}
+        known = [constants[kind] for kind in constants if kind in types]
+        value = " | ".join([_json({**written, **definitions}), *known])
+    return f"{before} ({value}) {_written(notation.after_value or '')}"
+
+
+def _written(spelling: str) -> str:
+    """A fixed text, its control tokens as tokens."""
+    return " ".join(_one_of({part}) if isinstance(part, int) else json.dumps(part) for part in parts(spelling))
+
+
+def _json(schema: Schema, item_separator: str = ", ", key_separator: str = ": ") -> str:
+    """A value in JSON; the separators are those that Jinja's `tojson` writes."""
+    separators = {"item_separator": item_separator, "key_separator": key_separator}
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": {**separators, "whitespace_flexible": False, "lenient": True}}
+    )
+
+
+def _piece(spelling: str) -> bytes:
+    return b"".join(_special_piece(part) if isinstance(part, int) else part.encode() for part in parts(spelling))
 
 
 def _special_piece(token_id: int) -> bytes:
@@ -312,21 +354,9 @@ def _containing(literals: Sequence[str]) -> str:
     return f"ANY ({' | '.join(map(json.dumps, literals))}) ANY"
 
 
-def _resolved(schema: Any, root: Schema) -> dict[str, Any]:
-    """A schema with its reference, if it is one, looked up in the schema it is part of."""
-    if not isinstance(schema, Mapping):  # `true`: anything
-        return {}
-    if "$ref" not in schema:
-        return dict(schema)
-    found: Any = root
-    for part in schema["$ref"].removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return {**(found if isinstance(found, Mapping) else {}), **{k: v for k, v in schema.items() if k != "$ref"}}
-
-
 def _types(schema: Any, root: Schema, max_depth: int = 8) -> set[str]:
     """What a schema says its values may be; empty if it says nothing."""
-    written = _resolved(schema, root) if max_depth else {}  # alternatives may refer to each other without end
+    written = referred(schema, root) if max_depth else {}  # alternatives may refer to each other without end
     declared = written.get("type", [])
     types = {declared} if isinstance(declared, str) else set(declared)
     alternatives = [option for kind in ("anyOf", "oneOf") for option in written.get(kind, ())]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import anyio
 
 from mcp_grpo.errors import RolloutError, ToolServerError
-from mcp_grpo.rollout.generator import Generator, Sampling
+from mcp_grpo.rollout.generator import Generation, Generator, Sampling
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
 from mcp_grpo.tools import Lease, ToolPool
@@ -50,6 +50,7 @@ async def roll_out(
     temperature: float = 1.0,
     seed: int = 0,
     grammars: TurnGrammars | None = None,
+    first_call_retries: int = 0,
 ) -> Trajectory:
     """
     Attempt a task once: generate, call the tools, append what they say, until an answer or a limit.
@@ -73,11 +74,16 @@ async def roll_out(
             Seed of this trajectory. The same seed and the same tool results give the same trajectory.
         grammars (`TurnGrammars`, *optional*):
             Confine every turn to the grammar of its tools. `None` samples freely.
+        first_call_retries (`int`, *optional*, defaults to `0`):
+            How often the first turn may be thrown away and sampled again because the policy ended it without a tool call.
+            The last draw is kept whatever it is. What was thrown away leaves no trace but its number and the time it took.
+            A turn that did not end or has a call that cannot be read is kept, and so is one without chance or without
+            tools.
 
     Returns:
         [`Trajectory`]: The finished record.
     """
-    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars)
+    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars, first_call_retries)
     stop_reason, seconds = StopReason.DEADLINE, 0.0
     try:
         async with pool.lease(task) as lease:
@@ -103,6 +109,7 @@ class _Attempt:
         temperature: float,
         seed: int,
         grammars: TurnGrammars | None,
+        first_call_retries: int,
     ) -> None:
         self.task = task
         self.error: str | None = None
@@ -112,6 +119,8 @@ class _Attempt:
         self._temperature = temperature
         self._seed = seed
         self._grammars = grammars
+        self._first_call_retries = first_call_retries
+        self._num_rejected = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._history: tuple[int, ...] = ()
         self._seen: tuple[int, ...] = ()
@@ -157,6 +166,7 @@ class _Attempt:
             seconds=seconds,
             error=self.error,
             vocabulary=self._renderer.vocabulary,
+            num_rejected=self._num_rejected,
         )
         if self._history and trajectory.prompt_ids + trajectory.completion_ids != self._history:
             raise RolloutError(
@@ -167,20 +177,18 @@ class _Attempt:
 
     async def _generate(self, turn: int, schemas: Sequence[dict]) -> tuple[ParsedTurn, bool]:
         """Sample a turn and read it; whether the policy ended it by itself comes second."""
-        sampling = Sampling(
-            max_tokens=self._room(),
-            temperature=self._temperature,
-            seed=derived_seed(self._seed, turn),
-            constraint=None if self._grammars is None else self._grammars.grammar(schemas),
-        )
         if self._history[: len(self._seen)] != self._seen:
             raise RolloutError(
                 f"The prompt of turn {turn} does not begin with what the policy saw and sampled before (task "
                 f"{self.task.task_id!r}). This is a bug in mcp_grpo: please report it with the model's name."
             )
-        generation = await self._generator.generate(self._history, sampling)
+        generation, parsed = await self._draw(derived_seed(self._seed, turn), schemas)
+        # Without tools there is nothing to call, and without chance the same turn would come again.
+        max_rejected = self._first_call_retries if turn == 0 and schemas and self._temperature > 0 else 0
+        while self._num_rejected < max_rejected and _is_answer(generation, parsed):
+            self._num_rejected += 1
+            generation, parsed = await self._draw(derived_seed(self._seed, turn, self._num_rejected), schemas)
         self._seen = self._history + generation.token_ids
-        parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
         self._append(
             Segment(
                 token_ids=generation.token_ids,
@@ -190,6 +198,16 @@ class _Attempt:
         )
         self._messages.append(parsed.message)
         return parsed, generation.finish_reason == "stop"
+
+    async def _draw(self, seed: int, schemas: Sequence[dict]) -> tuple[Generation, ParsedTurn]:
+        sampling = Sampling(
+            max_tokens=self._room(),
+            temperature=self._temperature,
+            seed=seed,
+            constraint=None if self._grammars is None else self._grammars.grammar(schemas),
+        )
+        generation = await self._generator.generate(self._history, sampling)
+        return generation, self._renderer.parse(self._history, generation.token_ids, schemas)
 
     async def _call(self, parsed: ParsedTurn, lease: Lease, turn: int) -> list[Exchange]:
         if parsed.malformed is not None:
@@ -246,6 +264,11 @@ class _Attempt:
         """How many more tokens fit."""
         written = len(self._history) - len(self._prompt_ids)
         return int(min(self._limits.max_completion_length - written, self._context_room()))
+
+
+def _is_answer(generation: Generation, parsed: ParsedTurn) -> bool:
+    """Whether the policy ended its turn by itself and called no tool."""
+    return generation.finish_reason == "stop" and not parsed.calls and parsed.malformed is None
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -220,15 +220,16 @@ class Catalog:
         chosen = {_find(name, offered, task).name for name in task.tools}
         return tuple(tool for tool in offered if tool.name in chosen)
 
-    def check(self, task: Task) -> None:
+    def check(self, *tasks: Task) -> None:
         """
-        Refuse a task that names what does not exist.
+        Refuse tasks that name what does not exist.
 
         Args:
-            task ([`Task`]):
-                Task to check. Raises [`CatalogError`], which lists what exists.
+            tasks ([`Task`]):
+                Tasks to check. Raises [`CatalogError`], which lists what exists.
         """
-        self.tools_for(task)
+        for task in tasks:
+            self.tools_for(task)
 
 
 def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[types.Tool, ...]:

@@ -245,6 +245,30 @@ def test_other_families_have_their_own_syntax(family: str, text: str, roles: str
     assert marked(text, tokenizer, grammars) == roles
 
 
+def test_an_argument_that_looks_like_the_opening_of_a_call_opens_none() -> None:
+    tokenizer, grammars = family_grammars("llama3_2")
+    text = '{"name": "greet", "parameters": {"name": "Ann"}}<|eot_id|>'
+    roles = marked(text, tokenizer, grammars, [tool("greet", {"name": TEXT})])
+    assert roles == "!" * 8 + "_" * len(' "greet", "parameters": {"name": "') + "." * 4 + "__" + "."
+
+
+def test_a_call_at_the_beginning_of_a_message_is_opened_although_an_earlier_one_mentions_it() -> None:
+    tokenizer, grammars = family_grammars("gptoss")
+    thought = "<|channel|>analysis<|message|>Call to=functions.list?<|end|>"
+    start = len(encoded(tokenizer, thought + "<|start|>assistant "))
+    text = thought + "<|start|>assistant to=functions.list<|channel|>commentary json<|message|>{}<|call|>"
+    assert marked(text, tokenizer, grammars)[start:].startswith("!" * len("to=functions.") + ".")
+
+
+def test_a_tag_opens_a_call_wherever_it_is_written_out_in_letters() -> None:
+    tokenizer = family_tokenizer("llama3_2")  # has no control tokens for calls
+    tokenizer.chat_template = TOKENIZER.chat_template.replace("<|im_end|>", "<|eot_id|>")
+    grammars = TurnGrammars(tokenizer, end_of_turn_ids=end_of_turn_ids("llama3_2", tokenizer))
+    roles = marked(call("{}", "list") + "\n" + call("{}", "list") + "<|eot_id|>", tokenizer, grammars)
+    assert roles.count("!") == 2 * len("<tool_call>")
+    assert roles.count("_") > 2 * len("</tool_call>")
+
+
 def test_a_set_of_tools_is_compiled_once() -> None:
     _, grammars = family_grammars("qwen3")
     roles = GrammarRoles(grammars)

@@ -303,6 +303,16 @@ def test_the_prompt_may_have_opened_or_closed_the_reasoning() -> None:
         assert ("f" in labels_of(call, tokenizer, roles, [tool("list", {}, additionalProperties=False)])) == is_call
 
 
+def test_a_call_is_read_although_the_prompt_ends_with_an_empty_thought() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    ends = end_of_turn_ids("qwen3", tokenizer)
+    roles = SyntaxRoles(tokenizer, end_of_turn_ids=ends, chat_template_kwargs={"enable_thinking": False})
+    assert labels_of(CALL + "<|im_end|>", tokenizer, roles, ONE) == labels_of(
+        CALL + "<|im_end|>", *of_family("qwen3"), ONE
+    )
+    assert "f" in labels_of(CALL + "<|im_end|>", tokenizer, roles, ONE)
+
+
 def test_a_large_batch_takes_little_time() -> None:
     names = [f"server_{i}_get_weather" for i in range(20)]
     tools = [tool(name, {"city": {"type": "string"}, "days": {"type": "integer"}}, "city") for name in names]

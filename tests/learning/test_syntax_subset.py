@@ -39,5 +39,4 @@ def test_what_syntax_forces_the_grammar_forces_too_if_it_takes_the_turn(golden: 
         return  # it takes arguments in the order of the schema only, and no text after a call
     by_syntax = syntax.roles(ids, golden.tools)
     forced = [i for i, role in enumerate(by_syntax) if role is TokenRole.FORCED]
-    # The grammar's own triggers may lie in arguments that look like one.
-    assert {by_grammar[i] for i in forced} <= {TokenRole.FORCED, TokenRole.TRIGGER}
+    assert {by_grammar[i] for i in forced} <= {TokenRole.FORCED}

@@ -1,4 +1,7 @@
-"""Trains two steps on several processes. Arguments: the model, the output folder, and the rank whose server dies."""
+"""
+Trains two steps on several processes. Arguments: the model, the output folder, the rank whose server dies, and settings in
+JSON.
+"""
 
 import json
 import os
@@ -23,7 +26,7 @@ def reward(trajectory, **kwargs):
     return rewards[-1]
 
 
-model, folder, dying_rank = sys.argv[1:]
+model, folder, dying_rank, changes = sys.argv[1:]
 rank = os.environ["RANK"]
 config = MCPGRPOConfig(
     output_dir=folder,
@@ -39,6 +42,7 @@ config = MCPGRPOConfig(
     save_strategy="no",
     logging_steps=1,
     chat_template_kwargs=TEMPLATE_KWARGS,
+    **json.loads(changes),
 )
 with MCPGRPOTrainer(
     model,
@@ -49,7 +53,7 @@ with MCPGRPOTrainer(
     peft_config=LoraConfig(r=4, target_modules="all-linear"),
 ) as trainer:
     trainer.train()
-weights = sum(p.double().sum().item() for p in trainer.model.parameters() if p.requires_grad)
+weights = {n: p.double().sum().item() for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
 result = {
     "rewards": rewards,
     "history": trainer.state.log_history,

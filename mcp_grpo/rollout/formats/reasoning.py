@@ -1,9 +1,9 @@
 """Where a turn stops thinking."""
 
-from mcp_grpo.learning.formats.spelling import Spelling, spelled
+from mcp_grpo.rollout.formats.spelling import Spelling, spelled
 
 
-_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>", "<channel|>"))
+REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>", "<channel|>"))
 
 
 class Reasoning:
@@ -21,8 +21,14 @@ class Reasoning:
         self._header = header
         # As a control token, or written out in letters.
         self._openings, self._endings = (
-            {spell(tag) for tag in tags for spell in (spelling.text, spelled)} for tags in zip(*_TAGS, strict=True)
+            {spell(tag) for tag in tags for spell in (spelling.text, spelled)}
+            for tags in zip(*REASONING_TAGS, strict=True)
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a turn begins in the midst of it."""
+        return self.end(" ") > 0
 
     def end(self, text: str) -> int:
         """

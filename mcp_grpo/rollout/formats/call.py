@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcp_grpo.learning.formats.cursor import Cursor
-from mcp_grpo.learning.formats.notation import Notation
-from mcp_grpo.learning.formats.offer import Offer
-from mcp_grpo.learning.formats.reasoning import Reasoning
-from mcp_grpo.learning.formats.spelling import spelled
+from mcp_grpo.rollout.formats.cursor import Cursor
+from mcp_grpo.rollout.formats.notation import Notation
+from mcp_grpo.rollout.formats.offer import Offer
+from mcp_grpo.rollout.formats.reasoning import Reasoning
+from mcp_grpo.rollout.formats.spelling import Spelling, spelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,10 @@ class CallSyntax:
             What stands between that and the name of the tool.
         notation (`Notation`):
             What follows the name.
+        between (`str`, *optional*):
+            What stands between two calls of a turn. `None` if no second one has a trigger of its own.
+        after_last (`str`):
+            What stands between the last call and the end of the turn.
         header (`str`):
             What stands before a turn, and before every message of one that has several.
         reasoning (`Reasoning`):
@@ -35,16 +39,21 @@ class CallSyntax:
             The token that ends a turn after a call.
         marks_per_call (`Mapping[str, int]`):
             How often each call has texts that a parser might stumble over: those of control tokens never, tags once.
+        spelling (`Spelling`):
+            How turns are spelled.
     """
 
     trigger: str
     is_bare: bool
     before_name: str
     notation: Notation
+    between: str | None
+    after_last: str
     header: str
     reasoning: Reasoning
     end: str
     marks_per_call: Mapping[str, int]
+    spelling: Spelling
 
     def find(self, text: str, start: int) -> int:
         """

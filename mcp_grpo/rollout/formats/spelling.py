@@ -12,6 +12,8 @@ FIRST_CONTROL = 256
 # A control token. Not `\W` and its like: a control token may have the number of a letter or of a space.
 CONTROL = "[^\x00-\xff]"
 
+BLANKS = " \t\r\n"
+
 
 def spelled(text: str) -> str:
     """
@@ -41,6 +43,21 @@ def plain(spelling: str) -> str:
     return spelling.encode("latin-1").decode()
 
 
+def parts(spelling: str) -> list[str | int]:
+    """
+    What a spelling consists of.
+
+    Args:
+        spelling (`str`):
+            One character per byte and one per control token.
+
+    Returns:
+        `list[str | int]`: Texts, and ids of control tokens between them.
+    """
+    found: list[str] = re.findall(f"{CONTROL}|[\x00-\xff]+", spelling)
+    return [plain(part) if ord(part[0]) < FIRST_CONTROL else ord(part) - FIRST_CONTROL for part in found]
+
+
 class Spelling(dict[int, str]):
     """
     Spellings by token id.
@@ -54,8 +71,8 @@ class Spelling(dict[int, str]):
 
     def __init__(self, vocabulary: Vocabulary, controls: Mapping[str, int]) -> None:
         super().__init__({token_id: chr(FIRST_CONTROL + token_id) for token_id in controls.values()})
+        self.controls = controls
         self._vocabulary = vocabulary
-        self._controls = {literal: self[token_id] for literal, token_id in controls.items()}
         literals = sorted(controls, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, literals))})")
 
@@ -87,7 +104,22 @@ class Spelling(dict[int, str]):
         Returns:
             `str`: Its spelling.
         """
-        return "".join(self._controls.get(part) or spelled(part) for part in self._split.split(text))
+        found = self._split.split(text)
+        return "".join(self[self.controls[part]] if part in self.controls else spelled(part) for part in found)
+
+    def shown(self, spelling: str) -> str:
+        """
+        A spelling as the chat template would render it.
+
+        Args:
+            spelling (`str`):
+                One character per byte and one per control token.
+
+        Returns:
+            `str`: The text, with the literals of control tokens.
+        """
+        literals = {token_id: literal for literal, token_id in self.controls.items()}
+        return "".join(part if isinstance(part, str) else literals[part] for part in parts(spelling))
 
     def literals(self, spelling: str) -> list[str]:
         """
@@ -100,4 +132,4 @@ class Spelling(dict[int, str]):
         Returns:
             `list[str]`: Spellings of the literals of those in it.
         """
-        return [spelled(literal) for literal, control in self._controls.items() if control in spelling]
+        return [spelled(literal) for literal, token_id in self.controls.items() if self[token_id] in spelling]

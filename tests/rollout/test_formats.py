@@ -11,7 +11,7 @@ from helpers.families import FAMILIES, end_of_turn_ids, family_tokenizer
 from mcp_grpo.errors import CatalogError, SettingsError, TemplateError
 from mcp_grpo.rollout import Renderer
 from mcp_grpo.rollout import grammar as grammar_module
-from mcp_grpo.rollout.call_format import CallFormat, JsonArguments, TaggedArguments, call_format
+from mcp_grpo.rollout.formats import CallSyntax, detect_syntax
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools.arguments import compiled, problems
 
@@ -46,9 +46,19 @@ TOOLS = [
 ]
 
 
-def family_format(family: str) -> CallFormat:
+def family_format(family: str, **kwargs: Any) -> CallSyntax:
     tokenizer = family_tokenizer(family)
-    return call_format(tokenizer, end_of_turn_ids=end_of_turn_ids(family, tokenizer))
+    return detect_syntax(tokenizer, end_of_turn_ids=end_of_turn_ids(family, tokenizer), **kwargs)
+
+
+def shown(found: CallSyntax) -> dict[str, Any]:
+    """A format, its control tokens as texts."""
+    return {
+        part: found.spelling.shown(text)
+        for source in (found, found.notation)
+        for part in getattr(type(source), "__slots__", ())
+        if isinstance(text := getattr(source, part), str)
+    }
 
 
 def family_grammars(family: str, **kwargs: Any) -> TurnGrammars:
@@ -57,90 +67,155 @@ def family_grammars(family: str, **kwargs: Any) -> TurnGrammars:
 
 
 def test_json_in_tags_is_found_out() -> None:
-    assert family_format("qwen3") == CallFormat(
-        opening='<tool_call>\n{"name": "',
-        after_name='", "arguments": ',
-        arguments=JsonArguments(item_separator=", ", key_separator=": "),
-        closing="}\n</tool_call>",
-        between="\n",
-        end="<|im_end|>",
-        in_reasoning=False,
-    )
+    assert shown(family_format("qwen3")) == {
+        "trigger": "<tool_call>",
+        "before_name": '\n{"name": "',
+        "after_name": '", "arguments": {',
+        "key_quote": '"',
+        "colon": ": ",
+        "comma": ", ",
+        "quote": '"',
+        "closing": "}\n</tool_call>",
+        "between": "\n",
+        "after_last": "",
+        "header": "<|im_start|>assistant\n",
+        "end": "<|im_end|>",
+    }
 
 
 def test_bare_json_is_found_out_and_has_one_call_a_turn() -> None:
     found = family_format("llama3_1")
-    assert (found.opening, found.after_name, found.closing) == ('{"name": "', '", "parameters": ', "}")
+    assert found.is_bare
+    assert (found.trigger, found.notation.after_name) == ('{"name": "', '", "parameters": {')
     assert found.between is None
 
 
 def test_tags_around_each_argument_are_found_out() -> None:
     found = family_format("qwen3_5_think")
-    assert found.opening == "<tool_call>\n<function="
-    assert found.arguments == TaggedArguments(
-        before_key="<parameter=", before_value=">\n", after_value="\n</parameter>\n"
-    )
-    assert found.closing == "</function>\n</tool_call>"
-    assert found.in_reasoning
+    parts = shown(found)
+    assert parts["trigger"] + parts["before_name"] == "<tool_call>\n<function="
+    assert (parts["before_key"], parts["after_key"]) == (">\n<parameter=", ">\n")
+    assert (parts["after_value"], parts["closing"]) == ("\n</parameter>", "\n</function>\n</tool_call>")
+    assert found.reasoning.is_open
 
 
 def test_what_the_template_is_told_decides_whether_a_turn_begins_in_reasoning() -> None:
-    tokenizer = family_tokenizer("qwen3_6")
-    ends = end_of_turn_ids("qwen3_6", tokenizer)
-    assert call_format(tokenizer, end_of_turn_ids=ends).in_reasoning
-    told = call_format(tokenizer, end_of_turn_ids=ends, chat_template_kwargs={"enable_thinking": False})
-    assert not told.in_reasoning
+    assert family_format("qwen3_6").reasoning.is_open
+    assert not family_format("qwen3_6", chat_template_kwargs={"enable_thinking": False}).reasoning.is_open
 
 
-def test_the_opening_of_a_call_is_whole_although_the_prompt_goes_on_with_a_thought() -> None:
-    tokenizer = family_tokenizer("qwen3")
-    ends = end_of_turn_ids("qwen3", tokenizer)
-    told = call_format(tokenizer, end_of_turn_ids=ends, chat_template_kwargs={"enable_thinking": False})
-    assert told.opening == call_format(tokenizer, end_of_turn_ids=ends).opening
-    assert told.opening.startswith("<tool_call>")
+# The first has control tokens for tags. To the second they are text, so that `<t` begins both.
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1"])
+def test_the_opening_of_a_call_is_whole_although_the_prompt_goes_on_with_a_thought(family: str) -> None:
+    tokenizer = family_tokenizer(family)
+    template = family_tokenizer("qwen3").chat_template.replace("<|im_end|>", tokenizer.eos_token)
+    found, told = (
+        detect_syntax(
+            tokenizer,
+            end_of_turn_ids=[tokenizer.eos_token_id],
+            chat_template=template,
+            chat_template_kwargs={"enable_thinking": is_thinking},
+        )
+        for is_thinking in (True, False)
+    )
+    assert told.spelling.shown(told.trigger) == found.spelling.shown(found.trigger) == "<tool_call>"
 
 
 def test_a_turn_that_ends_with_the_reply_s_first_token_ends_there() -> None:
-    assert family_format("glm4moe").end == "<|observation|>"
+    assert shown(family_format("glm4moe"))["end"] == "<|observation|>"
 
 
-def template(call: str) -> str:
-    """A chat template that writes a call like this."""
+def test_what_follows_the_last_call_is_no_part_of_a_call() -> None:
+    found = family_format("nemotron_3_nano")
+    assert shown(found)["closing"] == "\n</function>\n</tool_call>"
+    assert (found.between, found.after_last) == ("\n", "\n")
+
+
+def tokenizer_with(call: str, before: str = "", after: str = "") -> Any:
+    """A tokenizer whose chat template writes calls like this, with something around all of them."""
     calls = "{%- for call in message.tool_calls %}{%- set call = call.function %}" + call + "{%- endfor %}"
-    turn = "{{ message.role }}: {{ message.content }}" + calls + "<|im_end|>"
-    return "{%- for message in messages %}" + turn + "{%- endfor %}"
+    turn = "{%- if message.tool_calls %}" + before + calls + after + "{%- endif %}"
+    tokenizer = family_tokenizer("qwen3")
+    tokenizer.chat_template = (
+        "{%- for message in messages %}{{ message.role }}: {{ message.content }}" + turn + "<|im_end|>{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"
+    )
+    return tokenizer
+
+
+NAME, ARGUMENTS = "{{ call.name }}", "{{ call.arguments | tojson }}"
+LIST_ITEM = '{"name": "' + NAME + '", "arguments": ' + ARGUMENTS + "}{%- if not loop.last -%}, {% endif %}"
 
 
 def test_a_format_of_no_known_family_is_found_out_too() -> None:
-    tokenizer = family_tokenizer("qwen3")
-    tokenizer.chat_template = template("[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}")
-    found = call_format(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
-    assert (found.opening, found.after_name, found.closing) == ("[TOOL_CALLS]", "[ARGS]", "")
+    tokenizer = tokenizer_with(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}")
+    found = detect_syntax(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
+    assert (found.trigger, found.notation.after_name, found.notation.closing) == ("[TOOL_CALLS]", "[ARGS]{", "")
     assert found.between == ""
 
 
+def test_of_several_marks_before_a_name_the_first_that_every_call_has_opens_it() -> None:
+    call = f"<tool_call>function<|im_start|>{NAME}\n{ARGUMENTS}</tool_call>"
+    tokenizer = tokenizer_with(call, "<tool_response>", "</tool_response>")
+    parts = shown(detect_syntax(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id]))
+    assert (parts["trigger"], parts["before_name"]) == ("<tool_call>", "function<|im_start|>")
+    assert (parts["closing"], parts["between"], parts["after_last"]) == ("</tool_call>", "", "</tool_response>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "turn"),
+    [
+        (tokenizer_with(LIST_ITEM, "<tool_call>[", "]"), "<tool_call>[{}, {}]<|im_end|>"),
+        (tokenizer_with(LIST_ITEM, "[", "]"), "[{}, {}]<|im_end|>"),
+        (
+            tokenizer_with("<tool_call>" + LIST_ITEM.partition("{%-")[0], "<tool_response>", "</tool_response>"),
+            "<tool_response><tool_call>{}<tool_call>{}</tool_response><|im_end|>",
+        ),
+    ],
+    ids=["a list of calls", "a bare list of calls", "tokens around all calls"],
+)
+def test_a_grammar_has_every_call_of_a_turn(tokenizer: Any, turn: str) -> None:
+    grammars = TurnGrammars(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
+    stop, weather = (
+        f'{{"name": "{name}", "arguments": {arguments}}}'
+        for name, arguments in (("stop", "{}"), ("get_weather", '{"city": "Oslo", "days": 3}'))
+    )
+    for calls, is_right in (((weather, stop), True), ((stop, weather), True), ((stop, weather[:-1]), False)):
+        matcher = grammars.grammar(TOOLS).matcher()
+        ids = tokenizer(turn.format(*calls), add_special_tokens=False)["input_ids"]
+        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == is_right
+
+
 def test_a_template_that_writes_no_plain_call_is_refused_with_its_own_words() -> None:
-    tokenizer = family_tokenizer("qwen3")
-    tokenizer.chat_template = template("{{ raise_exception('A call needs an id of 9 characters') }}")
+    tokenizer = tokenizer_with("{{ raise_exception('A call needs an id of 9 characters') }}")
     with pytest.raises(TemplateError, match=r"an id of 9 characters.*schema_mask"):
-        call_format(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
+        detect_syntax(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
+
+
+def test_a_format_that_is_not_found_out_is_refused_with_what_it_looks_like_and_the_way_out() -> None:
+    tokenizer = tokenizer_with(f"{ARGUMENTS} -> {NAME}")
+    with pytest.raises(TemplateError, match=r'-> probetool.*schema_mask="off"'):
+        detect_syntax(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.startswith(REFUSED)])
-def test_other_formats_are_refused_with_what_they_look_like_and_the_way_out(family: str) -> None:
-    with pytest.raises(TemplateError, match=r'probename.*schema_mask="syntax"'):
-        family_format(family)
+def test_formats_without_a_grammar_are_refused_with_what_they_look_like_and_the_way_out(family: str) -> None:
+    with pytest.raises(TemplateError, match=r'name[({].*schema_mask="syntax"'):
+        family_grammars(family)
 
 
-def written_turn(grammars: TurnGrammars, tokenizer: Any, found: CallFormat, rng: random.Random) -> list[int]:
+def opening_of(found: CallSyntax) -> str:
+    return found.spelling.shown(found.trigger + found.before_name)
+
+
+def written_turn(grammars: TurnGrammars, tokenizer: Any, found: CallSyntax, rng: random.Random) -> list[int]:
     """A turn that calls a tool, with random tokens of those that the grammar allows."""
-    opening = ("Hm.</think>" if found.in_reasoning else "Hm. ") + found.opening
+    opening = ("Hm.</think>" if found.reasoning.is_open else "Hm. ") + opening_of(found).lstrip()
     turn = tokenizer(opening, add_special_tokens=False)["input_ids"]
     matcher = grammars.grammar(TOOLS).matcher()
     assert matcher.consume_tokens(turn)
     # A text without quotes would go on for long: offer it its end now and then.
-    after_value = getattr(found.arguments, "after_value", "")
-    closing = tokenizer(after_value, add_special_tokens=False)["input_ids"]
+    closing = tokenizer(shown(found).get("after_value", ""), add_special_tokens=False)["input_ids"]
     while not matcher.is_stopped():
         allowed = [i for i, byte in enumerate(matcher.compute_logit_bias()) if byte]
         step = [rng.choice(allowed)]
@@ -182,9 +257,10 @@ def test_the_grammar_accepts_what_the_template_writes(family: str) -> None:
         {"role": "tool", "name": "get_weather", "content": "rain"},
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    turn = text[text.index(found.opening, text.index("question")) :].partition(found.end)[0] + found.end
+    turn = text[text.index(opening_of(found), text.index("question")) :]
+    turn = "".join(turn.partition(found.spelling.shown(found.end))[:2])
     matcher = family_grammars(family).grammar(TOOLS).matcher()
-    opened = "</think>" if found.in_reasoning else ""
+    opened = "</think>" if found.reasoning.is_open else ""
     assert matcher.consume_tokens(tokenizer(opened + turn, add_special_tokens=False)["input_ids"])
     assert matcher.is_accepting()
 

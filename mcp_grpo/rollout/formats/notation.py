@@ -4,11 +4,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from mcp_grpo.learning.formats.cursor import Cursor, Unreadable
-from mcp_grpo.learning.formats.offer import OfferedTool, Shape
-from mcp_grpo.learning.formats.spelling import plain, spelled
+from mcp_grpo.rollout.formats.cursor import Cursor, Unreadable
+from mcp_grpo.rollout.formats.offer import OfferedTool, Shape
+from mcp_grpo.rollout.formats.spelling import plain, spelled
 
 
 # What stands between the quotes of a JSON text.
@@ -23,28 +23,6 @@ _PYTHON_PART = re.compile(
 )
 _PYTHON_WORD = re.compile(r"\b(?:True|False|None)\b")
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-class Notation(Protocol):
-    """How arguments are written, from the end of the tool's name to the end of the call."""
-
-    @property
-    def after_name(self) -> str:
-        """What follows every name."""
-        ...
-
-    @property
-    def closing(self) -> str:
-        """What closes a call after its last argument."""
-        ...
-
-    def spell_key(self, key: str) -> str:
-        """The spelling of a key."""
-        ...
-
-    def read(self, cursor: Cursor, tool: OfferedTool) -> tuple[Sequence[Mapping[str, Any]], bool]:
-        """The arguments, in each of the ways they can be read, and whether another call follows in the same block."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +56,11 @@ class Nested:
     joint: str | None = None
 
     def spell_key(self, key: str) -> str:
+        """The spelling of a key."""
         return spelled(json.dumps(key, ensure_ascii=False)[1:-1] if self.key_quote else key)
 
     def read(self, cursor: Cursor, tool: OfferedTool) -> tuple[Sequence[Mapping[str, Any]], bool]:
+        """The arguments, in each of the ways they can be read, and whether another call follows in the same block."""
         cursor.literal(self.after_name)
         arguments = self._object(cursor, tool.shape)
         endings = (self.closing,) if self.joint is None else (self.closing, self.joint)
@@ -177,9 +157,11 @@ class Flat:
     empty_joint: str | None = None
 
     def spell_key(self, key: str) -> str:
+        """The spelling of a key."""
         return spelled(key)
 
     def read(self, cursor: Cursor, tool: OfferedTool) -> tuple[Sequence[Mapping[str, Any]], bool]:
+        """The arguments, in each of the ways they can be read, and whether another call follows in the same block."""
         shape = tool.shape
         texts: dict[str, Any] = {}
         values: dict[str, Any] = {}
@@ -214,6 +196,10 @@ class Flat:
         cursor.skip(length, length)
         text = plain(found)
         return text, text if kind == "string" else _meaning(text)
+
+
+# How arguments are written, from the end of the tool's name to the end of the call.
+Notation = Nested | Flat
 
 
 def _unescaped(content: str) -> str:

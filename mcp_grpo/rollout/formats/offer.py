@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from mcp_grpo.learning.formats.cursor import Unreadable, num_shared
+from mcp_grpo.rollout.formats.cursor import Unreadable, num_shared
 from mcp_grpo.tools.arguments import SchemaError, compiled, problems
 
 
@@ -31,7 +31,7 @@ class Shape:
     """
 
     def __init__(self, schema: Any, root: Mapping[str, Any], spell: Spell) -> None:
-        self._schema = _referred(schema, root)
+        self._schema = referred(schema, root)
         self._root = root
         self._spell = spell
 
@@ -103,7 +103,19 @@ def num_choices(name: str, names: Iterable[str]) -> int:
     return max((1 + num_shared(name, other) for other in names if other != name), default=0)
 
 
-def _referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def referred(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """
+    A schema, or the one that it refers to.
+
+    Args:
+        schema (`Any`):
+            The schema, valid or not.
+        root (`Mapping[str, Any]`):
+            The schema it is a part of, which its references point into.
+
+    Returns:
+        `Mapping[str, Any]`: The schema; empty if there is none.
+    """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             break

@@ -1,0 +1,147 @@
+"""Figures about the tokens of a loss that say whether the policy learns from what it sampled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcp_grpo.learning.extras import per_token_kl
+
+
+ALIGNED_WITHIN = 0.1  # nats between the sampler's and the trainer's log-probability of a token
+MAX_DIFFERENCE = 20.0
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def token_sums(
+    *,
+    logps: torch.Tensor,
+    sampling_logps: torch.Tensor,
+    ref_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    active: torch.Tensor,
+    sampled: torch.Tensor,
+    gated: torch.Tensor,
+    is_on_policy: bool,
+) -> dict[str, torch.Tensor]:
+    """
+    Sums over the tokens of one rank, to be added to those of the others.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the policy.
+        sampling_logps (`torch.Tensor` of shape `(B, T)`):
+            Those that the tokens were sampled with.
+        ref_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Those of the reference.
+        advantages (`torch.Tensor` of shape `(B, T)`):
+            Advantage of each token.
+        active (`torch.Tensor` of shape `(B, T)`):
+            1 for the tokens in the policy loss.
+        sampled (`torch.Tensor` of shape `(B, T)`):
+            1 for the tokens that the policy wrote, masked or not.
+        gated (`torch.Tensor` of shape `(B, T)`):
+            1 for the tokens whose ratio is too far off.
+        is_on_policy (`bool`):
+            Whether the policy is still the one that sampled, so that any difference is one between sampler and trainer.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Scalars for [`token_metrics`]; the keys do not depend on the tokens.
+    """
+    logps, sampling_logps, active, sampled = (x.detach().float() for x in (logps, sampling_logps, active, sampled))
+    # Bounded, so that one token that is off without end leaves something to read.
+    difference = (logps - sampling_logps).nan_to_num(nan=MAX_DIFFERENCE).clamp(
+        -MAX_DIFFERENCE, MAX_DIFFERENCE
+    ) * sampled
+    ratios = torch.exp(difference)
+    positive, negative = active * (advantages > 0), active * (advantages < 0)
+    sums = {
+        "active": active.sum(),
+        "sampled": sampled.sum(),
+        "gated": (gated * active).sum(),
+        "ratios": (ratios * active).sum(),
+        "ratios_squared": (ratios.square() * active).sum(),
+        "ratios_positive": (ratios * positive).sum(),
+        "positive": positive.sum(),
+        "ratios_negative": (ratios * negative).sum(),
+        "negative": negative.sum(),
+    }
+    if is_on_policy:
+        sums["difference"] = (difference.abs() * active).sum()
+        sums["aligned"] = ((difference.abs() < ALIGNED_WITHIN) * active).sum()
+    if ref_logps is not None:
+        kl = per_token_kl(logps, ref_logps.detach().float())
+        sums["kl_active"], sums["kl_sampled"] = (kl * active).sum(), (kl * sampled).sum()
+    return sums
+
+
+def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """
+    Figures from the sums of all ranks.
+
+    Args:
+        sums (`Mapping[str, float]`):
+            From [`token_sums`], added up.
+
+    Returns:
+        `dict[str, float]`: Metric keys and their values:
+
+            - `mask/active_fraction`: share of the sampled tokens that the policy loss sees.
+            - `ratio/mean`, `ratio/mean_positive`, `ratio/mean_negative`: ratio of the policy to the one that sampled,
+              over all tokens in the loss and over those with an advantage of either sign.
+            - `ratio/gated_fraction`: share of the tokens in the loss whose ratio was too far off to learn from.
+            - `ratio/ess`: effective sample size, as a share of the tokens in the loss.
+            - `align/logp_mae`, `align/score`: on-policy, the mean difference between sampler and trainer, and the share
+              of tokens where it is small.
+            - `kl/active`, `kl/forced`, `kl/all`: estimate of the KL divergence from the reference, over the tokens in
+              the policy loss, those that it leaves out, and all that were sampled.
+    """
+    found = {
+        "mask/active_fraction": ("active", "sampled"),
+        "ratio/mean": ("ratios", "active"),
+        "ratio/mean_positive": ("ratios_positive", "positive"),
+        "ratio/mean_negative": ("ratios_negative", "negative"),
+        "ratio/gated_fraction": ("gated", "active"),
+        "align/logp_mae": ("difference", "active"),
+        "align/score": ("aligned", "active"),
+        "kl/active": ("kl_active", "active"),
+        "kl/all": ("kl_sampled", "sampled"),
+    }
+    metrics = {
+        key: sums[total] / sums[count] for key, (total, count) in found.items() if total in sums and sums[count]
+    }
+    if sums["ratios_squared"]:
+        metrics["ratio/ess"] = sums["ratios"] ** 2 / (sums["active"] * sums["ratios_squared"])
+    if "kl_active" in sums and sums["sampled"] > sums["active"]:
+        forced = sums["kl_sampled"] - sums["kl_active"]
+        metrics["kl/forced"] = forced / (sums["sampled"] - sums["active"])
+    return metrics
+
+
+def ratio_quantiles(
+    logps: torch.Tensor, sampling_logps: torch.Tensor, active: torch.Tensor, accelerator: Any
+) -> dict[str, float]:
+    """
+    Quantiles of the ratio over the tokens in the loss, of all ranks.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities under the policy.
+        sampling_logps (`torch.Tensor` of shape `(B, T)`):
+            Those that the tokens were sampled with.
+        active (`torch.Tensor` of shape `(B, T)`):
+            1 for the tokens in the policy loss.
+        accelerator (`accelerate.Accelerator`):
+            Knows the other ranks.
+
+    Returns:
+        `dict[str, float]`: `ratio/p10`, `ratio/p50` and `ratio/p90`; nothing if there are no tokens.
+    """
+    found = (logps.detach() - sampling_logps)[active.bool()].float()
+    if accelerator.num_processes > 1:
+        found = accelerator.gather(accelerator.pad_across_processes(found, dim=0, pad_index=torch.nan))
+    found = found[~found.isnan()]
+    if not len(found):
+        return {}
+    quantiles = torch.quantile(found, torch.tensor(QUANTILES, device=found.device)).exp().tolist()
+    return {f"ratio/p{q * 100:.0f}": value for q, value in zip(QUANTILES, quantiles, strict=True)}

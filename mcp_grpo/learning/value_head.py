@@ -1,0 +1,375 @@
+"""A value head that reads the policy's own hidden states, in the same forward pass as the log-probabilities."""
+
+import functools
+import inspect
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from mcp_grpo.errors import SettingsError
+
+
+ValueHeadKind = Literal["linear", "mlp"]
+
+VALUE_HEAD = "value_head"
+"""Name of the head in the model and in its state dict."""
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+"""File that holds the head, beside the model."""
+
+
+class ValueHead(nn.Module):
+    """
+    Estimates the return that is still to come, from the hidden state after each token.
+
+    The last layer starts at zero, and so does every value: before the head has learnt, it changes no advantage.
+
+    Args:
+        hidden_size (`int`):
+            Size of the hidden states.
+        kind (`str`, *optional*, defaults to `"linear"`):
+            `"linear"` is one layer. `"mlp"` is a layer norm, a hidden layer of a quarter of `hidden_size`, and the output.
+        backbone_grad_scale (`float`, *optional*, defaults to `0.0`):
+            Share of the gradient of the value loss that reaches the policy. At 0, the head only reads, and the gradient of
+            the policy is what it would be without a head, bit by bit.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+            Type of the weights. The head computes in it, whatever autocast says.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kind: ValueHeadKind = "linear",
+        backbone_grad_scale: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if kind not in get_args(ValueHeadKind):
+            raise SettingsError(f"A value head is one of {get_args(ValueHeadKind)}, got {kind!r}.")
+        if not 0 <= backbone_grad_scale <= 1:
+            raise SettingsError(
+                f"The share of the value gradient that reaches the policy must lie between 0 and 1, got "
+                f"{backbone_grad_scale}. Begin with 0, which leaves the policy gradient alone, or with 0.1."
+            )
+        self.hidden_size = hidden_size
+        self.kind: ValueHeadKind = kind
+        self.backbone_grad_scale = backbone_grad_scale
+        width = hidden_size if kind == "linear" else max(1, hidden_size // 4)
+        if kind == "linear":
+            self.body: nn.Module = nn.Identity()
+        else:
+            self.body = nn.Sequential(
+                nn.LayerNorm(hidden_size, dtype=dtype), nn.Linear(hidden_size, width, dtype=dtype), nn.GELU()
+            )
+        self.out = nn.Linear(width, 1, dtype=dtype)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """
+        Values of hidden states.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, L, H)`):
+                Hidden states after each token.
+
+        Returns:
+            `torch.Tensor` of shape `(B, L)`: Their values, in `float32`.
+        """
+        # Asked of the weights on every call, for wrappers such as FSDP replace them.
+        hidden = hidden.to(self.out.weight.device, self.out.weight.dtype)
+        read = hidden.detach()
+        if self.backbone_grad_scale:
+            read = read + self.backbone_grad_scale * (hidden - read)  # the same numbers, but for the gradient
+        with torch.autocast(read.device.type, enabled=False):
+            return self.out(self.body(read)).squeeze(-1).float()
+
+
+@dataclass
+class FusedValueOutput(FusedCausalLMOutput):
+    """
+    Output of a model with a value head, called with `fused_lm_head=True`.
+
+    Args:
+        value_preds (`torch.Tensor` of shape `(B, L)`):
+            Value of the state after each token of the input, prompt and padding included. Every other field is TRL's.
+    """
+
+    value_preds: torch.Tensor | None = None
+
+
+def add_value_head(
+    model: Any,
+    *,
+    kind: ValueHeadKind = "linear",
+    backbone_grad_scale: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> ValueHead:
+    """
+    Add a value head to a model that TRL has given a fused LM head.
+
+    `model(..., labels=labels, fused_lm_head=True)` then returns a [`FusedValueOutput`]. Every other call is as before, and
+    so is generation. The random state is left as it was.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model, before it is wrapped for several processes.
+        kind (`str`, *optional*, defaults to `"linear"`):
+            Kind of head; see [`ValueHead`].
+        backbone_grad_scale (`float`, *optional*, defaults to `0.0`):
+            Share of the gradient of the value loss that reaches the policy.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+            Type of the weights. FSDP wants that of the other trained weights.
+
+    Returns:
+        [`ValueHead`]: The head, which is also `value_head` of the causal language model.
+
+    Raises:
+        [`SettingsError`]: If the model has a value head, or no fused LM head.
+    """
+    lm = _causal_lm(model)
+    if VALUE_HEAD in lm._modules:
+        raise SettingsError(
+            f"{type(lm).__name__} has a value head already. Use that one (`model.{VALUE_HEAD}`), or load the model anew."
+        )
+    if not _has_fused_lm_head(lm):
+        raise SettingsError(
+            f"{type(lm).__name__} has no fused LM head, and the values come with its log-probabilities. Build the trainer "
+            "first, which adds one, or call `trl.trainer.add_fused_lm_head(model)`."
+        )
+    output_layer = lm.get_output_embeddings()
+    # On the CPU, so that no other generator than the one that is put back is used.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        head = ValueHead(output_layer.in_features, kind, backbone_grad_scale, dtype)
+    lm.add_module(VALUE_HEAD, head.to(output_layer.weight.device))
+    # The function and not the bound method: a copy of the model must read its own hidden states.
+    fused_forward = lm.forward.__func__
+
+    @functools.wraps(type(lm).forward)  # `generate` checks its arguments against this signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return fused_forward(self, *args, **kwargs)
+        hidden: list[torch.Tensor] = []
+        hook = self.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
+        try:
+            output = fused_forward(self, *args, fused_lm_head=True, **kwargs)
+        finally:
+            hook.remove()
+        # Inside the forward pass, and part of its output: wrappers such as DDP and FSDP see nothing else.
+        return FusedValueOutput(**output, value_preds=self.value_head(hidden[0]))
+
+    lm.forward = types.MethodType(forward, lm)
+    return head
+
+
+class ValueRecorder:
+    """
+    Calls a model and remembers the values it gave, for a caller that keeps only the log-probabilities.
+
+    It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`, which may call the model on
+    several parts of a batch.
+
+    Args:
+        model (`Callable`):
+            Model with a value head, which may be wrapped for several processes. A model without one, such as a
+            reference, is called all the same.
+
+    Example:
+
+    ```python
+    recorder = ValueRecorder(model)
+    logps, entropies, _ = trainer._get_per_token_logps_and_entropies(recorder, input_ids, attention_mask, num_tokens)
+    values = recorder.values(num_tokens)  # same shape as `logps`
+    ```
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._parts: list[torch.Tensor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._model(*args, **kwargs)
+        if isinstance(output, FusedValueOutput) and output.value_preds is not None:
+            self._parts.append(output.value_preds)
+        return output
+
+    def values(self, num_tokens: int) -> torch.Tensor:
+        """
+        Values of the states that completion tokens were chosen in.
+
+        Args:
+            num_tokens (`int`):
+                Length `T` of the completions.
+
+        Returns:
+            `torch.Tensor` of shape `(B, T)`: At `t`, the value before completion token `t`, which lines up with its
+            log-probability.
+        """
+        return self._recorded()[:, -(num_tokens + 1) : -1]
+
+    def values_after(self, num_tokens: int) -> torch.Tensor:
+        """
+        Values of the states that completion tokens led to.
+
+        Args:
+            num_tokens (`int`):
+                Length `T` of the completions.
+
+        Returns:
+            `torch.Tensor` of shape `(B, T)`: At `t`, the value after completion token `t`. That of the last token of a
+            trajectory that was cut short stands for what it did not live to see.
+        """
+        return self._recorded()[:, -num_tokens:]
+
+    def _recorded(self) -> torch.Tensor:
+        if not self._parts:
+            raise SettingsError(
+                "The model gave no values. Give it a head with `add_value_head`, and call it with `fused_lm_head=True`."
+            )
+        return torch.cat(self._parts)
+
+
+def without_value_head(
+    state_dict: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """
+    Split the weights of a model from those of its value head.
+
+    Args:
+        state_dict (`Mapping[str, torch.Tensor]`):
+            Weights of a model, which may be wrapped.
+
+    Returns:
+        `tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]`: The weights of the model, under their names, and those
+        of the head, under the names that it has for them.
+    """
+    rest, head = {}, {}
+    for name, weight in state_dict.items():
+        _, found, own_name = f".{name}".partition(f".{VALUE_HEAD}.")
+        (head if found else rest)[own_name or name] = weight
+    return rest, head
+
+
+def save_value_head(head: ValueHead, folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    """
+    Write a value head beside its model.
+
+    Args:
+        head ([`ValueHead`]):
+            The head.
+        folder (`str` or `Path`):
+            Folder of the model; `value_head.safetensors` is written into it.
+        state_dict (`Mapping[str, torch.Tensor]`, *optional*):
+            Weights of the head, where the head itself holds only a part of them, as with FSDP and ZeRO-3; see
+            [`without_value_head`].
+    """
+    weights = {name: w.detach().contiguous() for name, w in (state_dict or head.state_dict()).items()}
+    save_file(weights, Path(folder) / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
+
+
+def load_value_head(head: ValueHead, folder: str | Path) -> bool:
+    """
+    Read the weights of a value head. They may be sharded by FSDP.
+
+    Args:
+        head ([`ValueHead`]):
+            The head to read into.
+        folder (`str` or `Path`):
+            Folder of the model.
+
+    Returns:
+        `bool`: Whether there were any.
+
+    Raises:
+        [`SettingsError`]: If they are those of another kind of head, or of a model of another size.
+    """
+    file = Path(folder) / VALUE_HEAD_FILE
+    if not file.exists():
+        return False
+    kind, weights = _read(file)
+    if kind != head.kind:
+        raise SettingsError(
+            f"{file} holds a value head of kind {kind!r}, but this one is {head.kind!r}. Use the kind that was trained, or "
+            "move the file away to start with a new head."
+        )
+    found, expected = ({name: tuple(w.shape) for name, w in each.items()} for each in (weights, head.state_dict()))
+    if found != expected:
+        raise SettingsError(
+            f"{file} holds weights of shapes {found}, but this head has {expected}. Load it into the model that it was "
+            "trained with."
+        )
+    set_model_state_dict(head, dict(weights), options=StateDictOptions(full_state_dict=True))
+    return True
+
+
+def value_head_from_pretrained(model: Any, folder: str | Path) -> ValueHead:
+    """
+    Give a model the value head that it was trained with, to look at values after training.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The trained model.
+        folder (`str` or `Path`):
+            Folder that it was saved to.
+
+    Returns:
+        [`ValueHead`]: The head.
+
+    Raises:
+        [`SettingsError`]: If there is no head in the folder, or the model has one already.
+
+    Example:
+
+    ```python
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mcp_grpo.learning.value_head import value_head_from_pretrained
+
+    model = AutoModelForCausalLM.from_pretrained("outputs/run")
+    tokenizer = AutoTokenizer.from_pretrained("outputs/run")
+    value_head_from_pretrained(model, "outputs/run")
+
+    inputs = tokenizer("2+3?", return_tensors="pt")
+    with torch.no_grad():
+        output = model(**inputs, labels=inputs["input_ids"], fused_lm_head=True)
+    for token, value in zip(inputs["input_ids"][0], output.value_preds[0]):
+        print(f"{value:6.2f} after {tokenizer.decode(token)!r}")
+    ```
+    """
+    file = Path(folder) / VALUE_HEAD_FILE
+    if not file.exists():
+        raise SettingsError(
+            f"There is no {VALUE_HEAD_FILE} in {folder}. Pass the folder of a model that was trained with a value head."
+        )
+    lm = _causal_lm(model)
+    if not _has_fused_lm_head(lm):
+        add_fused_lm_head(lm)
+    head = add_value_head(model, kind=_read(file)[0])
+    load_value_head(head, folder)
+    return head
+
+
+def _causal_lm(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _has_fused_lm_head(lm: Any) -> bool:
+    return "fused_lm_head" in inspect.signature(lm.forward, follow_wrapped=False).parameters
+
+
+def _read(file: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Kind and weights of a head in a file."""
+    with safe_open(file, framework="pt") as saved:
+        kind = (saved.metadata() or {}).get("kind")
+    return kind, load_file(file)

@@ -1,0 +1,348 @@
+"""The loss: TRL's own, and what may be added to it or held back from it."""
+
+import math
+from typing import Any, cast
+
+import torch
+from transformers import TrainerCallback
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from mcp_grpo._trl import LossDenominator, per_update
+from mcp_grpo.config import MCPGRPOConfig
+from mcp_grpo.errors import HealthError
+from mcp_grpo.learning import (
+    Bootstrap,
+    Critic,
+    Health,
+    MovingReference,
+    RatioGate,
+    TurnRewards,
+    ValueRecorder,
+    add_value_head,
+    capped_reference,
+    imitation_loss,
+    kl_of_masked,
+    needs_bootstrap,
+    ratio_quantiles,
+    to_tokens,
+    token_metrics,
+    token_sums,
+    turn_columns,
+)
+
+
+Batch = dict[str, Any]
+
+
+class ObjectiveTrainer(GRPOTrainer):
+    """
+    TRL's GRPO, with turn-level advantages, a value head, a reference that moves, and guards for ratios and KL.
+
+    TRL's `_compute_loss` stays in charge of the policy term. It reads advantages and reference log-probabilities after
+    its forward pass, from a copy of the inputs that has been settled by then. With everything off, its loss and its
+    gradients are TRL's, bit by bit.
+    """
+
+    # Narrower, or wider, than `transformers` has them: what they are here.
+    args: MCPGRPOConfig
+    accelerator: Any
+    model: Any
+    ref_model: Any
+    optimizer: Any
+    num_generations: int
+    num_generations_eval: int
+    reward_weights: torch.Tensor
+    chat_template_kwargs: dict[str, Any]
+
+    _is_guarded = False  # whether it is known what tokens were sampled with, so that ratios and KL are guarded
+
+    def __init__(self, model: Any, reward_funcs: Any, args: MCPGRPOConfig, train_dataset: Any, **kwargs: Any) -> None:
+        self._settled: Batch | None = None  # the inputs of the loss at hand
+        self._recorder: ValueRecorder | None = None
+        self._is_scoring = False
+        super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        self._turn_rewards = TurnRewards(self.reward_funcs, self.reward_func_names)
+        self.reward_funcs = self._turn_rewards.functions
+        policy = self.accelerator.unwrap_model(self.model)
+        self._critic: Critic | None = None
+        if args.value_head_kind:
+            kind = cast(Any, args.value_head_kind)
+            self._critic = Critic(
+                add_value_head(policy, kind=kind, backbone_grad_scale=args.value_backbone_grad_scale),
+                mode=args.advantage_mode,
+                gamma=args.gamma,
+                lam=args.lam,
+                warmup_steps=args.value_warmup_steps,
+                clip_range=args.value_clip_range,
+            )
+            if self.use_vllm:  # which does not know it
+                named = self.vllm_generation._iter_named_params
+                self.vllm_generation._iter_named_params = lambda: (p for p in named() if "value_head" not in p[0])
+        self._reference: MovingReference | None = None
+        if args.ref_sync != "none":
+            mode = cast(Any, args.ref_sync)
+            self._reference = MovingReference(policy, self.ref_model, mode=mode, decay=args.ref_ema_decay)
+        self._kl_control = args.make_kl_control()
+        self._kl_seen: list[tuple[float, float]] = []
+        self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
+        self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
+        self._has_entropy_bonus = self._entropy_bonus_enabled
+        self._health = Health(args.strict_health)
+        self.add_callback(_StepEnd(self))
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self._metrics[self._mode][key].append(value)
+
+    # ---- What a batch is learnt from ----
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        self._recorder = None
+        # Only then does TRL run the policy on the batch before its loss does; the values of that pass come for free.
+        num_steps = cast("int", self.args.steps_per_generation) * self.num_iterations
+        self._is_scoring = self.args.gradient_accumulation_steps % num_steps != 0
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._is_scoring = False
+        self._add_columns(batch)
+        if self._critic is not None or self.args.advantage_mode != "group":
+            self._add_turns(batch)
+        return batch
+
+    def _add_columns(self, batch: Batch) -> None:
+        """Add what else the loss needs to a batch that has been scored."""
+
+    def _is_cut(self, batch: Batch) -> torch.Tensor:
+        """1 for the completions that ended because there was no more room."""
+        last = (batch["completion_mask"].sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        ends = torch.tensor(self.eos_token_ids, device=last.device)
+        return (~torch.isin(batch["completion_ids"].gather(1, last).squeeze(1), ends)).float()
+
+    def _add_turns(self, batch: Batch) -> None:
+        args, size = self.args, len(batch["completion_ids"])
+        rewards = self._rewards[self.accelerator.process_index * size :][:size]
+        turn_ids = batch["turn_ids"] if "turn_ids" in batch else _turn_ids(batch)
+        turn_ids = turn_ids.masked_fill(rewards.isnan().all(dim=1, keepdim=True), -1)
+        counts = (turn_ids.amax(dim=1) + 1).tolist()
+        batch |= turn_columns(
+            turn_ids,
+            self._turn_rewards.per_turn(rewards, self.reward_weights, counts),
+            self._group_size,
+            gamma=args.gamma,
+            scale=args.advantage_scale,
+            accelerator=self.accelerator,
+        )
+        if args.truncation == "bootstrap" and "is_cut" not in batch:
+            batch["is_cut"] = self._is_cut(batch)
+        if self._recorder is not None:
+            batch["old_values"] = self._recorder.values(turn_ids.size(1))
+            batch["old_values_after"] = self._recorder.values_after(turn_ids.size(1))
+        if args.advantage_mode != "group":
+            batch["advantages"] = to_tokens(batch["turn_advantages"] / batch["advantage_scale"], turn_ids)
+
+    def _bootstrap_columns(self, batch: Batch, metrics: dict[str, float]) -> Batch:
+        """What to imitate while the policy cannot form calls: the syntax of valid calls, where they did well."""
+        forced = batch["forced"] * (batch["completion_mask"] > 0)
+        imitated = forced * (batch["advantages"] > 0).unsqueeze(1)
+        active, sampled = batch["completion_mask"] * batch["tool_mask"], batch["turn_ids"] >= 0
+        sums = torch.stack([figure.sum().float() for figure in (imitated, active, sampled)])
+        num_imitated, active, sampled = self.accelerator.reduce(sums, reduction="sum")
+        valid_rate = metrics.get("tools/valid_rate", math.nan)
+        is_needed = needs_bootstrap((active / sampled.clamp(min=1)).item(), valid_rate)
+        self._record({"bootstrap/is_needed": float(is_needed)})
+        return {
+            "imitated": imitated,
+            "num_imitated": num_imitated,
+            "needs_bootstrap": torch.tensor(float(is_needed), device=imitated.device),
+        }
+
+    # ---- The loss ----
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        args, beta, entropy_coef = self.args, self.beta, self.entropy_coef
+        strength = self._bootstrap.strength(self.state.global_step) if inputs.get("needs_bootstrap") else 0.0
+        self._settled = inputs = {**inputs}
+        try:
+            # The policy term and the KL term are means over rows for some losses; the entropy bonus is not.
+            self.beta = float(beta * inputs.get("row_scale", 1.0))
+            if strength:
+                self.entropy_coef += self._bootstrap.entropy_coef * strength
+            self._entropy_bonus_enabled = self._has_entropy_bonus or strength > 0
+            loss = super()._compute_loss(model, inputs)
+            if "masked" in inputs and self.beta and args.kl_on_forced and args.schema_mask_weight == 0:
+                denominator = LossDenominator.of(self, inputs)
+                kl = kl_of_masked(self._logps, inputs, denominator, is_corrected=args.use_bias_correction_kl)
+                loss = loss + self.beta * kl
+        finally:
+            self.beta, self._settled = beta, None
+            if strength:
+                self.entropy_coef = entropy_coef
+        if self._critic is not None:
+            assert self._recorder
+            value_loss = self._critic.loss(inputs, self._recorder, per_update(self, inputs["num_turns"]))
+            loss = loss + args.value_loss_coef * value_loss
+            self._record({"value/loss": self.accelerator.reduce(value_loss.detach(), reduction="mean").item()})
+        if strength:
+            imitation = imitation_loss(self._logps, inputs["imitated"], per_update(self, inputs["num_imitated"]))
+            loss = loss + self._bootstrap.imitation_coef * strength * imitation
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = None if self._critic is None or model is self.ref_model else ValueRecorder(model)
+        output = super()._get_per_token_logps_and_entropies(cast(Any, recorder or model), *args, **kwargs)
+        if self._settled is not None or self._is_scoring:
+            self._recorder, self._is_scoring = recorder, False
+        if self._settled is not None:
+            self._logps = output[0]
+            self._settle(self._settled, output[0].detach())
+        return output
+
+    def _settle(self, inputs: Batch, logps: torch.Tensor) -> None:
+        """Give a batch its advantages and its reference once this pass is done, before TRL reads them."""
+        if self._critic is not None:
+            assert self._recorder
+            self._critic.settle(inputs, self._recorder, learn=self.model.training and self._is_first_pass)
+        if "row_scale" in inputs:
+            inputs["advantages"] = inputs["advantages"] * inputs["row_scale"]
+        weight = self.args.schema_mask_weight
+        if "masked" in inputs and weight > 0:
+            inputs["advantages"] = _per_token(inputs["advantages"]) * (1 - inputs["masked"] * (1 - weight))
+        if self._is_guarded:
+            self._guard(inputs, logps)
+
+    @property
+    def _is_first_pass(self) -> bool:
+        """Whether the policy is still the one that sampled the batch at hand."""
+        steps = cast("int", self.args.steps_per_generation)
+        return not self.model.training or self._step % (steps * self.num_iterations) < steps
+
+    def _guard(self, inputs: Batch, logps: torch.Tensor) -> None:
+        """Take tokens out of the policy term whose ratio is too far off, and all of them if the KL divergence is."""
+        sampling, reference = inputs["sampling_per_token_logps"], inputs.get("ref_per_token_logps")
+        if self.args.old_logps == "trainer":
+            old = inputs.get("old_per_token_logps", logps)
+            gated = self._gate(old, sampling)
+            weights = (old - sampling).exp().masked_fill(gated, 0)
+        else:
+            gated = self._gate(logps, sampling)
+            weights = (~gated).float()
+            # An advantage of 0 does not undo a ratio without end.
+            inputs["old_per_token_logps"] = torch.where(gated, logps, inputs["old_per_token_logps"])
+        advantages = _per_token(inputs["advantages"]) * weights
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        sums = token_sums(
+            logps=logps,
+            sampling_logps=sampling,
+            ref_logps=reference,
+            advantages=advantages,
+            active=mask,
+            sampled=((mask + inputs["masked"]) > 0) if "masked" in inputs else mask,
+            gated=gated,
+            is_on_policy=self._is_first_pass,
+        )
+        total = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
+        metrics = token_metrics(dict(zip(sums, total, strict=True)))
+        metrics |= ratio_quantiles(logps, sampling, mask, self.accelerator)
+        if "kl/active" in metrics:
+            if self.model.training:
+                self._kl_seen.append((metrics["kl/active"], total[0]))
+            if (cap := self.args.kl_hard_cap) is not None:
+                inputs["ref_per_token_logps"] = capped_reference(logps, cast(torch.Tensor, reference), cap)
+                is_over = not metrics["kl/active"] <= cap
+                metrics["kl/hard_cap_hits"] = float(is_over)
+                advantages = torch.zeros_like(advantages) if is_over else advantages
+        inputs["advantages"] = advantages
+        self._record(metrics)
+
+    # ---- The optimizer ----
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        optimizer = super().create_optimizer(model)
+        if self._critic is not None and isinstance(optimizer, torch.optim.Optimizer):
+            own = list(self._critic.head.parameters())
+            ids = {id(parameter) for parameter in own}
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+            optimizer.add_param_group({"params": own, "lr": self.args.value_learning_rate, "weight_decay": 0.0})
+        return optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if self._critic is None:
+            return super()._clip_grad_norm(model)
+        # By itself: clipped together, a large gradient of the value head would shrink the policy's step.
+        own = list(self._critic.head.parameters())
+        torch.nn.utils.clip_grad_norm_(own, self.args.max_grad_norm)
+        gradients = [parameter.grad for parameter in own]
+        try:
+            for parameter in own:
+                parameter.grad = None
+            return super()._clip_grad_norm(model)
+        finally:
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _end_step(self) -> None:
+        """What follows an update: KL control, the mixing weight, the reference, and a look at the run's health."""
+        if self._critic is not None:
+            self._record(self._critic.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum")))
+        if self._kl_control is not None and self._kl_seen:
+            num_tokens = sum(count for _, count in self._kl_seen)
+            self._kl_control.update(sum(kl * count for kl, count in self._kl_seen) / max(num_tokens, 1.0))
+            self.beta = self._kl_control.beta
+            self._record({"kl/beta": self.beta})
+        self._kl_seen = []
+        if self._reference is not None and self.state.global_step % self.args.ref_sync_steps == 0:
+            self._reference.sync()
+            self._record(
+                {"ref/distance": self._reference.distance(), "ref/num_differing": self._reference.num_differing()}
+            )
+        latest = {key: values[-1] for key, values in self._metrics["train"].items() if values}
+        if self._is_guarded:
+            steps = cast("int", self.args.steps_per_generation) * self.num_iterations
+            is_on_policy = self.args.gradient_accumulation_steps % steps == 0
+            try:
+                self._health.check(latest, is_on_policy=is_on_policy)
+            except HealthError:
+                self._save_before_stopping()
+                raise
+
+    def _save_before_stopping(self) -> None:
+        """Write a checkpoint to go on from once what is wrong has been mended."""
+        if self.model.training and self.state.global_step and self.args.save_strategy != "no":
+            self._save_checkpoint(self.model, trial=None)
+
+
+class _StepEnd(TrainerCallback):
+    """Tells the trainer that an update is done."""
+
+    def __init__(self, trainer: ObjectiveTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._end_step()
+
+
+def _per_token(advantages: torch.Tensor) -> torch.Tensor:
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+
+def _turn_ids(batch: Batch) -> torch.Tensor:
+    """The turn of each token, where nobody has said it: a run of tokens in the loss is one."""
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    begins = torch.diff(mask, dim=1, prepend=torch.zeros_like(mask[:, :1])) == 1
+    return (begins.cumsum(dim=1) - 1).masked_fill(mask == 0, -1)

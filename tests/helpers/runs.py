@@ -1,0 +1,50 @@
+"""Short training runs on the server of `servers/sums.py`."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, exact_answer
+
+
+def settings(folder: Path, **changes: Any) -> MCPGRPOConfig:
+    """Those of a run of two steps, each with a group of eight."""
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 8,
+        "max_completion_length": 400,
+        "max_steps": 2,
+        "max_turns": 3,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "chat_template_kwargs": TEMPLATE_KWARGS,
+    }
+    return MCPGRPOConfig(output_dir=str(folder), **{**defaults, **changes})
+
+
+def make_trainer(
+    folder: Path,
+    model: Any,
+    kind: type[MCPGRPOTrainer] = MCPGRPOTrainer,
+    reward: Any = exact_answer,
+    rows: Any = ROWS,
+    peft_config: Any = None,
+    callbacks: Any = None,
+    **changes: Any,
+) -> Any:
+    """A trainer that is ready to train."""
+    return kind(
+        model,
+        reward,
+        settings(folder, **changes),
+        Dataset.from_list(rows),
+        servers=SERVERS,
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )

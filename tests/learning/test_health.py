@@ -1,0 +1,83 @@
+"""What a run is warned of, how often, and what is let pass."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from mcp_grpo.errors import HealthError
+from mcp_grpo.learning import Health
+
+
+FINE: dict[str, float] = {
+    "align/score": 1.0,
+    "align/logp_mae": 0.0,
+    "ratio/p50": 1.0,
+    "mask/active_fraction": 0.8,
+    "frac_reward_zero_std": 0.5,
+    "reward": 0.5,
+    "tools/call_frequency": 1.0,
+    "value/explained_variance": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "patience", "words"),
+    [
+        ({"ratio/p50": 1.03}, 1, ["1.030", "the template"]),
+        ({"align/score": 0.98, "align/logp_mae": 0.25}, 1, ["98.0%", "0.250 nats", "cast_lm_head_to_fp32"]),
+        ({"mask/active_fraction": 0.4}, 3, ["40%", "schema_mask"]),
+        ({"frac_reward_zero_std": 1.0}, 3, ["same reward", "0.50", "dynamic_sampling"]),
+        ({"tools/call_frequency": 0.0}, 3, ["no tool was called", "first_call_retries"]),
+    ],
+)
+def test_a_sign_is_told_once_after_as_many_steps_as_it_takes(
+    changes: dict[str, float], patience: int, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    health = Health()
+    for _ in range(patience - 1):
+        health.check(FINE | changes)
+    health.check(FINE)  # not in a row
+    for step in range(5):
+        assert len(caplog.records) == (step >= patience)
+        health.check(FINE | changes)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert all(word in record.message for word in words)
+
+
+def test_a_healthy_run_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health(is_strict=True)
+    for _ in range(30):
+        health.check(FINE, is_on_policy=False)
+    health.check({})
+    assert not caplog.records
+
+
+def test_ratios_of_later_passes_may_be_anything(caplog: pytest.LogCaptureFixture) -> None:
+    later = {key: value for key, value in FINE.items() if not key.startswith("align")} | {"ratio/p50": 1.3}
+    Health(is_strict=True).check(later)
+    assert not caplog.records
+
+
+def falling(health: Health, steps: range) -> None:
+    for step in steps:
+        health.check({"value/explained_variance": 0.5 - 0.05 * step})
+
+
+def test_values_that_explain_less_and_less_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    falling(health, range(19))
+    assert not caplog.records
+    falling(health, range(19, 40))
+    (record,) = caplog.records
+    assert "explains less and less of the returns (0.28, then -0.2" in record.message
+
+
+def test_a_strict_one_raises_and_goes_on_where_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    first: Any = Health(is_strict=True)
+    falling(first, range(19))
+    resumed = Health(is_strict=True)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(HealthError, match="explains less and less"):
+        falling(resumed, range(19, 20))

@@ -1,0 +1,401 @@
+"""The value head: what it reads, what it leaves alone, and how it is saved."""
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.families import family_tokenizer
+from helpers.policies import tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.learning.value_head import (
+    ValueHead,
+    ValueRecorder,
+    add_value_head,
+    load_value_head,
+    save_value_head,
+    value_head_from_pretrained,
+    without_value_head,
+)
+from mcp_grpo.learning.value_loss import value_loss
+
+
+PROMPT, COMPLETION = 5, 6
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+def randomised(head: ValueHead, seed: int = 3) -> ValueHead:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.parameters():
+        with torch.no_grad():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return head
+
+
+def model_with_head(*, lora: bool = False, **settings: Any) -> tuple[Any, ValueHead]:
+    model: Any = tiny_model(family_tokenizer("qwen3"))
+    if lora:
+        model = get_peft_model(model, LORA)
+    add_fused_lm_head(model.get_base_model() if lora else model)
+    head = add_value_head(model, **{"kind": "linear", "backbone_grad_scale": 0.0, **settings})
+    return model, randomised(head)
+
+
+def batch(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 250, (rows, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def recorded(model: Any, inputs: dict[str, torch.Tensor]) -> ValueRecorder:
+    recorder = ValueRecorder(model)
+    recorder(**inputs, fused_lm_head=True)
+    return recorder
+
+
+class _Gradients(TrainerCallback):
+    """Keeps the gradients of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+class _ValueTrainer(GRPOTrainer):
+    """TRL's trainer with a value head that learns beside the policy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        add_value_head(self.model, kind="mlp", backbone_grad_scale=0.0)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.recorder = ValueRecorder(model)
+        return super()._get_per_token_logps_and_entropies(self.recorder, *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        mask = inputs["completion_mask"]
+        advantages = inputs["advantages"].unsqueeze(1).expand(mask.shape)
+        loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
+        values = self.recorder.values(mask.size(1))
+        return loss + 0.5 * value_loss(values, advantages, torch.where(mask == 1, 0, -1), num_turns=float(len(mask)))
+
+
+def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def _train(trainer_class: type, folder: Path, lora: bool, settings: dict[str, Any]) -> tuple[Any, list]:
+    tokenizer = family_tokenizer("qwen3")
+    words = ("red", "green", "blue", "grey")
+    args = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=10,
+        max_steps=2,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,  # clipped together, the head's gradient would shrink the policy's
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=7,
+        **{"loss_type": "dapo", "bf16": False, "gradient_checkpointing": False, **settings},
+    )
+    gradients = _Gradients()
+    trainer: Any = trainer_class(
+        model=tiny_model(tokenizer),
+        reward_funcs=_reward,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": f"Say {word}."}]} for word in words]),
+        processing_class=tokenizer,
+        callbacks=[gradients],
+        peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if lora else None,
+    )
+    for index, (name, weight) in enumerate(trainer.model.named_parameters()):
+        if "lora_B" in name:  # at zero, A would have no gradient in the first step
+            with torch.no_grad():
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
+    trainer.train()
+    return trainer, gradients.steps
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings"),
+    [
+        *(
+            pytest.param(False, {"loss_type": name}, id=name)
+            for name in ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+        ),
+        pytest.param(True, {}, id="lora"),
+        pytest.param(False, {"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param(True, {"gradient_checkpointing": True, "beta": 0.1}, id="lora-checkpointing-kl"),
+        pytest.param(False, {"num_iterations": 2}, id="two-iterations"),
+        pytest.param(True, {"bf16": True}, id="lora-bf16"),
+    ],
+)
+def test_a_head_that_only_reads_leaves_the_policy_s_gradients_as_they_were_bit_by_bit(
+    tmp_path: Path, lora: bool, settings: dict[str, Any]
+) -> None:
+    _, expected = _train(GRPOTrainer, tmp_path / "trl", lora, settings)
+    trainer, steps = _train(_ValueTrainer, tmp_path / "ours", lora, settings)
+    assert len(steps) == len(expected) == 2
+    for ours, theirs in zip(steps, expected, strict=True):
+        policy, head = without_value_head(ours)
+        assert policy.keys() == theirs.keys()
+        assert all(torch.equal(policy[name], theirs[name]) for name in theirs)
+        assert sum(gradient.abs().sum() for gradient in theirs.values()) > 0
+        assert head["out.weight"].abs().sum() > 0
+    assert trainer.recorder.values(3).abs().sum() > 0
+
+
+def test_values_line_up_with_the_log_probabilities_of_trl() -> None:
+    model, _ = model_with_head()
+    inputs = batch()
+    before = recorded(model, inputs)
+    for t in range(COMPLETION):
+        ids = inputs["input_ids"].clone()
+        ids[:, PROMPT + t] += 1
+        after = recorded(model, {**inputs, "input_ids": ids})
+        changed = (before.values(COMPLETION) != after.values(COMPLETION)).any(0)
+        assert not changed[: t + 1].any()
+        assert changed[t + 1 :].all()
+        assert (before.values_after(COMPLETION) != after.values_after(COMPLETION)).any(0)[t:].all()
+    assert torch.equal(before.values_after(COMPLETION)[:, :-1], before.values(COMPLETION)[:, 1:])
+    output = model(**inputs, fused_lm_head=True)
+    assert output.log_probs[:, -COMPLETION:].shape == before.values(COMPLETION).shape
+
+
+def test_padding_on_both_sides_does_not_change_values() -> None:
+    model, _ = model_with_head(kind="mlp")
+    inputs = batch()
+    padded = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 3)),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 3)),
+        "labels": torch.nn.functional.pad(inputs["labels"], (4, 3), value=-100),
+    }
+    expected, got = recorded(model, inputs), recorded(model, padded)
+    torch.testing.assert_close(got.values(COMPLETION + 3)[:, :-3], expected.values(COMPLETION))
+    torch.testing.assert_close(got.values_after(COMPLETION + 3)[:, :-3], expected.values_after(COMPLETION))
+
+
+def test_the_parts_of_a_batch_are_recorded_in_order() -> None:
+    model, _ = model_with_head()
+    inputs, recorder = batch(4), ValueRecorder(model)
+    for rows in (slice(0, 3), slice(3, 4)):
+        recorder(**{name: tensor[rows] for name, tensor in inputs.items()}, fused_lm_head=True)
+    torch.testing.assert_close(recorder.values(COMPLETION), recorded(model, inputs).values(COMPLETION))
+
+
+def test_a_recorder_of_a_model_without_a_head_has_no_values() -> None:
+    model = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model)
+    with pytest.raises(SettingsError, match="add_value_head"):
+        recorded(model, batch()).values(COMPLETION)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_new_head_gives_zero_and_can_learn(kind: Any) -> None:
+    model = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model)
+    head = add_value_head(model, kind=kind, backbone_grad_scale=0.0)
+    values = recorded(model, batch()).values(COMPLETION)
+    assert torch.equal(values, torch.zeros(3, COMPLETION))
+    (values - 1).square().sum().backward()
+    assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in head.parameters())
+    assert head.out.weight.grad.abs().sum() > 0
+    assert {name for name in model.state_dict() if "value_head" in name} == {
+        f"value_head.{name}" for name in head.state_dict()
+    }
+
+
+def _backbone_gradients(scale: float, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    model, _ = model_with_head(backbone_grad_scale=scale, kind=kind)
+    values = recorded(model, batch()).values(COMPLETION)
+    (values - 1).square().sum().backward()
+    return values.detach(), without_value_head({n: p.grad for n, p in model.named_parameters()})[0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_the_scale_is_the_share_of_the_gradient_that_reaches_the_backbone(kind: str) -> None:
+    values, whole = _backbone_gradients(1.0, kind)
+    scaled_values, scaled = _backbone_gradients(0.25, kind)
+    detached_values, detached = _backbone_gradients(0.0, kind)
+    assert torch.equal(scaled_values, values)
+    assert torch.equal(detached_values, values)
+    assert all(gradient is None for gradient in detached.values())
+    assert whole["model.norm.weight"].abs().sum() > 0
+    for name, gradient in whole.items():
+        torch.testing.assert_close(scaled[name], 0.25 * gradient)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_adding_a_head_does_not_move_the_random_state(kind: Any) -> None:
+    model = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model)
+    before = torch.get_rng_state()
+    add_value_head(model, kind=kind, backbone_grad_scale=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_generation_and_other_forward_passes_are_untouched(lora: bool) -> None:
+    plain: Any = tiny_model(family_tokenizer("qwen3"))
+    torch.manual_seed(5)
+    plain = get_peft_model(plain, LORA) if lora else plain
+    torch.manual_seed(5)
+    model, _ = model_with_head(lora=lora)
+    inputs = batch()
+    expected, got = plain(**inputs), model(**inputs)
+    assert type(got) is type(expected)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.loss, expected.loss)
+    prompt = {name: inputs[name][:, :PROMPT] for name in ("input_ids", "attention_mask")}
+    settings = {"max_new_tokens": 8, "do_sample": True}
+    tokens = []
+    for each in (plain, model):
+        torch.manual_seed(9)
+        tokens.append(each.generate(**prompt, **settings))
+    assert torch.equal(*tokens)
+    # `generate` refuses what it does not find there.
+    lm, plain_lm = ((each.get_base_model() if lora else each) for each in (model, plain))
+    assert inspect.signature(lm.forward) == inspect.signature(plain_lm.forward)
+
+
+def test_log_probabilities_and_entropies_are_those_of_a_model_without_a_head() -> None:
+    plain = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(plain)
+    model, _ = model_with_head()
+    expected, got = plain(**batch(), fused_lm_head=True), model(**batch(), fused_lm_head=True)
+    assert list(got) == [*expected, "value_preds"]
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert not model.model._forward_hooks
+
+
+def test_a_copy_of_a_model_reads_its_own_hidden_states() -> None:
+    model, _ = model_with_head()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    expected, got = (recorded(each, batch()).values(COMPLETION) for each in (model, other))
+    bias = model.value_head.out.bias
+    torch.testing.assert_close(got - bias, 2 * (expected - bias))
+
+
+def test_an_adapter_that_is_switched_off_and_on_leaves_the_head_trainable() -> None:
+    model, head = model_with_head(lora=True)
+    with model.disable_adapter():
+        recorded(model, batch())
+    model.set_adapter("default")
+    assert all(weight.requires_grad for weight in head.parameters())
+
+
+def test_a_second_head_is_refused() -> None:
+    model, _ = model_with_head()
+    with pytest.raises(SettingsError, match="already"):
+        add_value_head(model, kind="linear", backbone_grad_scale=0.0)
+
+
+def test_a_model_without_a_fused_lm_head_is_refused() -> None:
+    with pytest.raises(SettingsError, match="add_fused_lm_head"):
+        add_value_head(tiny_model(family_tokenizer("qwen3")), kind="linear", backbone_grad_scale=0.0)
+
+
+def test_a_head_of_an_unknown_kind_or_with_too_much_gradient_is_refused() -> None:
+    kind: Any = "cubic"
+    with pytest.raises(SettingsError, match="'cubic'"):
+        ValueHead(8, kind)
+    for scale in (-0.1, 1.5):
+        with pytest.raises(SettingsError, match=str(scale)):
+            ValueHead(8, backbone_grad_scale=scale)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_the_head_computes_in_its_own_type_under_autocast(kind: str, scale: float) -> None:
+    model, head = model_with_head(kind=kind, backbone_grad_scale=scale)
+    model.to(torch.bfloat16)
+    head.to(torch.float32)
+    seen: list[torch.Tensor] = []
+    head.out.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = recorded(model, batch()).values(COMPLETION)
+    assert seen[0].dtype == values.dtype == torch.float32
+    assert values.isfinite().all()
+    values.sum().backward()
+    assert head.out.weight.grad.isfinite().all()
+
+
+def test_a_head_of_the_policy_s_type_gives_values_in_full_precision() -> None:
+    model, head = model_with_head(dtype=torch.bfloat16)
+    assert head.out.weight.dtype == torch.bfloat16
+    assert recorded(model, batch()).values(COMPLETION).dtype == torch.float32
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_saved_model_and_head_give_the_same_values_again(tmp_path: Path, lora: bool, kind: str) -> None:
+    torch.manual_seed(5)
+    model, head = model_with_head(lora=lora, kind=kind)
+    expected = recorded(model, batch()).values(COMPLETION)
+    rest, head_part = without_value_head(model.state_dict())
+    if lora:
+        model.save_pretrained(tmp_path)
+        assert all("value_head" not in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+        save_value_head(head, tmp_path)
+        again: Any = PeftModel.from_pretrained(tiny_model(family_tokenizer("qwen3")), tmp_path)
+    else:
+        model.save_pretrained(tmp_path, state_dict=rest)
+        assert all("value_head" not in name for name in load_file(tmp_path / "model.safetensors"))
+        save_value_head(head, tmp_path, head_part)
+        again, loading = Qwen3ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not loading["unexpected_keys"]
+        assert not loading["missing_keys"]
+    loaded = value_head_from_pretrained(again, tmp_path)
+    assert loaded.kind == kind
+    torch.testing.assert_close(recorded(again.eval(), batch()).values(COMPLETION), expected)
+
+
+def test_the_state_dict_is_split_by_name() -> None:
+    weight = torch.ones(1)
+    names = ["value_head.out.bias", "model.norm.weight", "my_value_head.out.bias", "value_heads.weight"]
+    rest, head = without_value_head(dict.fromkeys(names, weight))
+    assert list(rest) == names[1:]
+    assert list(head) == ["out.bias"]
+    model, added = model_with_head(lora=True, kind="mlp")
+    rest, head = without_value_head(torch.nn.Module.state_dict(model, prefix="module."))
+    assert head.keys() == added.state_dict().keys()
+    assert len(rest) + len(head) == len(torch.nn.Module.state_dict(model))
+
+
+def test_there_may_be_nothing_to_load_when_training_starts_but_not_later(tmp_path: Path) -> None:
+    model, head = model_with_head()
+    before = copy.deepcopy(head.state_dict())
+    assert not load_value_head(head, tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in head.state_dict().items())
+    with pytest.raises(SettingsError, match="trained with a value head"):
+        value_head_from_pretrained(model, tmp_path)
+
+
+def test_a_head_of_another_kind_or_size_is_not_loaded(tmp_path: Path) -> None:
+    save_value_head(randomised(ValueHead(32)), tmp_path)
+    with pytest.raises(SettingsError, match="'linear', but this one is 'mlp'"):
+        load_value_head(ValueHead(32, "mlp"), tmp_path)
+    smaller = ValueHead(16)
+    with pytest.raises(SettingsError, match=r"\(1, 32\).*\(1, 16\)"):
+        load_value_head(smaller, tmp_path)
+    assert not smaller.out.weight.any()
+    same = ValueHead(32)
+    assert load_value_head(same, tmp_path)
+    assert torch.equal(same.out.weight, randomised(ValueHead(32)).out.weight)

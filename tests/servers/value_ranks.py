@@ -1,0 +1,146 @@
+"""Gradients of a policy and its value head on several processes, and on one. Argument: the output folder."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from helpers.families import family_tokenizer
+from helpers.policies import tiny_model
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from trl.trainer.utils import add_fused_lm_head
+
+from mcp_grpo.learning.value_head import ValueRecorder, add_value_head, load_value_head, save_value_head
+from mcp_grpo.learning.value_loss import turn_weights, value_loss
+
+
+PROMPT, COMPLETION, ROWS = 5, 7, 8
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp_unused": {"kind": "mlp", "scale": 0.1, "unused": True},
+    "ddp_lora": {"lora": True, "kind": "mlp"},
+    "ddp_lora_checkpointing": {"lora": True, "checkpointing": True, "scale": 0.1},
+    "fsdp": {"sharded": True, "kind": "mlp", "scale": 0.1},
+    "fsdp_lora": {"sharded": True, "lora": True},
+}
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def policy(variant: dict[str, Any]) -> Any:
+    """The same on every process: a model with a value head that has learnt something."""
+    model: Any = tiny_model(family_tokenizer("qwen3"))
+    if variant.get("lora"):
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    lm = model.get_base_model() if variant.get("lora") else model
+    add_fused_lm_head(lm)
+    add_value_head(model, kind=variant.get("kind", "linear"), backbone_grad_scale=variant.get("scale", 0.0))
+    with torch.no_grad():
+        for index, (name, weight) in enumerate(model.named_parameters()):
+            if "lora_" in name or "value_head" in name:
+                weight.copy_(0.2 * numbers(*weight.shape, seed=index))
+    if variant.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def loss_of(model: Any, rows: slice, num_processes: int) -> torch.Tensor:
+    """A policy loss and a value loss over some rows of the batch, each with the denominator of all rows."""
+    ids = torch.randint(0, 250, (ROWS, PROMPT + COMPLETION), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(ROWS):  # padding of prompts on the left, of completions on the right
+        mask[row, : row % 4] = 0
+        mask[row, PROMPT + COMPLETION - row % 3 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT] = -100
+    turn_ids = torch.tensor([0, 0, -1, 1, -1, 2, 2]).expand(ROWS, -1).masked_fill(mask[:, PROMPT:] == 0, -1)
+    advantages, returns = numbers(ROWS, COMPLETION, seed=1), numbers(ROWS, COMPLETION, seed=2)
+    sampled = (turn_ids >= 0).float()
+    recorder = ValueRecorder(model)
+    output = recorder(
+        input_ids=ids[rows], attention_mask=mask[rows], labels=labels[rows], use_cache=False, fused_lm_head=True
+    )
+    logps = output.log_probs[:, -COMPLETION:]
+    policy_loss = -(logps * advantages[rows] * sampled[rows]).sum() / (sampled.sum() / num_processes)
+    values = recorder.values(COMPLETION)
+    num_turns = turn_weights(turn_ids).sum() / num_processes
+    return policy_loss + 0.5 * value_loss(values, returns[rows], turn_ids[rows], num_turns=num_turns)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name.removeprefix("module."): grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in grads.items()
+    }
+
+
+def wrapped(model: Any, variant: dict[str, Any]) -> Any:
+    if not variant.get("sharded"):
+        return DistributedDataParallel(model, find_unused_parameters=variant.get("unused", False))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    lm = model.get_base_model() if variant.get("lora") else model
+    for layer in lm.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def differences(variant: dict[str, Any]) -> dict[str, Any]:
+    """Largest difference from another process, and from one process alone, apart for the policy and the head."""
+    world = dist.get_world_size()
+    alone = policy(variant)
+    loss_of(alone, slice(None), 1).backward()
+    expected = gradients(alone)
+    model = wrapped(policy(variant), variant)
+    for _ in range(2):  # what one backward pass leaves undone shows in the next
+        model.zero_grad()
+        loss_of(model, slice(dist.get_rank(), None, world), world).backward()
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    results: dict[str, Any] = {"policy": 0.0, "head": 0.0, "ranks": 0.0, "policy_size": 0.0, "head_size": 0.0}
+    for name, grad in found.items():
+        part = "head" if "value_head" in name else "policy"
+        results[part] = max(results[part], (grad - expected[name]).abs().max().item())
+        results[f"{part}_size"] = max(results[f"{part}_size"], expected[name].abs().max().item())
+        everyone = [torch.empty_like(grad) for _ in range(world)]
+        dist.all_gather(everyone, grad.contiguous())
+        results["ranks"] = max(results["ranks"], *((grad - other).abs().max().item() for other in everyone))
+    return results
+
+
+def loads_into_shards(folder: Path) -> bool:
+    """Whether a sharded head takes the weights of a whole one."""
+    variant = VARIANTS["fsdp"]
+    source = policy(variant).value_head
+    with torch.no_grad():
+        source.out.weight.fill_(4.0)
+    if dist.get_rank() == 0:
+        save_value_head(source, folder)
+    dist.barrier()
+    model = wrapped(policy(variant), variant)
+    assert load_value_head(model.value_head, folder)
+    found = {name: weight.full_tensor() for name, weight in model.value_head.state_dict().items()}
+    return all(torch.equal(found[name], weight) for name, weight in source.state_dict().items())
+
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+try:
+    report: dict[str, Any] = {name: differences(variant) for name, variant in VARIANTS.items()}
+    report["loads_into_shards"] = loads_into_shards(Path(sys.argv[1]))
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+finally:
+    dist.destroy_process_group()

@@ -1,0 +1,484 @@
+"""The loss as a whole: what is added to TRL's, what is held back, and that nothing else changes."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs import make_trainer, settings
+from helpers.sums import ROWS
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo.errors import HealthError, SettingsError
+
+
+EVERYTHING: dict[str, Any] = {
+    "advantage_mode": "hybrid",
+    "value_warmup_steps": 0,
+    "value_learning_rate": 1e-2,
+    "beta": 0.05,
+    "ref_sync": "ema",
+    "ref_sync_steps": 1,
+    "ref_ema_decay": 0.5,
+    "schema_mask": "syntax",
+    "bootstrap_steps": 2,
+}
+LORA = LoraConfig(r=4, target_modules="all-linear")
+WRONG = {"answer": "6"}
+
+
+class Spy(MCPGRPOTrainer):
+    """Keeps what its losses were computed from."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self.batches = [*getattr(self, "batches", []), inputs]
+        return super()._compute_loss(model, inputs)
+
+    def _settle(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
+        super()._settle(inputs, logps)
+        self.settled = inputs
+
+
+def gradients(of: Spy, **changes: Any) -> dict[str, torch.Tensor]:
+    """Those of the loss of the first batch that was seen."""
+    of.model.train()
+    of.model.zero_grad()
+    of._compute_loss(of.model, {**of.batches[0], **changes}).backward()
+    return {name: p.grad.clone() for name, p in of.model.named_parameters() if p.grad is not None}
+
+
+def faulty_turns(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:
+    """One reward per turn: the first is worth a little, the last the answer."""
+    return [
+        [0.25] + [0.0] * (t.num_turns - 2) + [a] for t, a in zip(trajectory, exact_answer(trajectory), strict=True)
+    ]
+
+
+def steps(trainer: MCPGRPOTrainer) -> list[dict[str, Any]]:
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_everything_at_once_trains_an_adapter_and_says_how_it_goes(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, peft_config=LORA, max_steps=3, **EVERYTHING) as trainer:
+        trainer.train()
+    first, *_, last = steps(trainer)
+    assert first["ratio/p50"] == pytest.approx(1, abs=1e-4)
+    assert first["align/score"] == 1
+    assert first["ratio/ess"] == pytest.approx(1, abs=1e-3)
+    assert first["ratio/gated_fraction"] == 0
+    assert 0 < first["mask/active_fraction"] < 1
+    assert first["kl/all"] == pytest.approx(0, abs=1e-6)
+    assert last["kl/all"] > 0
+    assert last["ref/distance"] > 0
+    assert last["ref/num_differing"] > 0
+    assert first["value/loss"] > last["value/loss"] > 0
+    assert {"kl/forced", "kl/active", "kl/beta", "value/mixing_weight", "value/ev_vs_group"} <= last.keys()
+    assert first["tools/by_name/add/calls"] >= 4
+    assert first["tools/by_name/add/error_rate"] == 0
+
+
+@pytest.mark.parametrize("mode", ["group_turn", "gae", "hybrid"])
+def test_each_turn_has_an_advantage_of_its_own(tmp_path: Path, adding_model: str, mode: str) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        adding_model,
+        Spy,
+        faulty_turns,
+        max_steps=1,
+        advantage_mode=mode,
+        value_warmup_steps=0,
+        gamma=0.5,
+        advantage_scale="none",
+    )
+    with trainer:
+        trainer.train()
+    batch, settled = trainer.batches[0], trainer.settled
+    turn_ids, advantages = batch["turn_ids"], settled["advantages"]
+    assert turn_ids.max() == 1
+    for row in range(len(turn_ids)):
+        for turn in (0, 1):
+            found = advantages[row][turn_ids[row] == turn]
+            assert len(found.unique()) <= 1  # one for all tokens of a turn
+    assert (advantages[turn_ids == -1] == 0).all()
+    returns = batch["turn_returns"]
+    torch.testing.assert_close(returns[:, 0], 0.25 + 0.5 * batch["turn_rewards"][:, 1])
+    if mode == "group_turn":  # the value head's first values are 0: with them, the advantage is the return itself
+        first = returns[:, 0] - (returns[:, 0].sum() - returns[:, 0]) / 7
+        torch.testing.assert_close(batch["turn_advantages"][:, 0], first)
+    if mode == "gae":
+        last = advantages.gather(1, (turn_ids == 1).int().argmax(1, keepdim=True)).squeeze(1)
+        torch.testing.assert_close(last, batch["turn_rewards"][:, 1])
+
+
+def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, reward=[faulty_turns, exact_answer], max_steps=1) as trainer:
+        trainer.train()
+    entry = steps(trainer)[0]
+    assert entry["rewards/faulty_turns/mean"] == pytest.approx(entry["rewards/exact_answer/mean"] + 0.25)
+
+
+def test_a_list_of_rewards_must_have_one_for_each_turn(tmp_path: Path, adding_model: str) -> None:
+    def wrong(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:
+        return [[0.0] * 5 for _ in trajectory]
+
+    with (
+        make_trainer(tmp_path, adding_model, reward=wrong, advantage_mode="group_turn") as trainer,
+        pytest.raises(SettingsError, match=r"'wrong' returned 5 rewards for a trajectory of 2 turns"),
+    ):
+        trainer.train()
+
+
+def test_a_reward_function_may_be_asynchronous_and_by_turn(tmp_path: Path, adding_model: str) -> None:
+    async def later(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:
+        return faulty_turns(trajectory)
+
+    trainer = make_trainer(tmp_path, adding_model, Spy, later, max_steps=1, advantage_mode="group_turn")
+    with trainer:
+        trainer.train()
+    assert (trainer.batches[0]["turn_rewards"][:, 0] == 0.25).all()
+
+
+def test_the_value_head_leaves_the_policy_s_gradient_alone_and_its_clipping_too(
+    tmp_path: Path, adding_model: str
+) -> None:
+    class Weights(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    found = {}
+    for kind in (None, "linear", "mlp"):
+        watch = Weights()
+        with make_trainer(
+            tmp_path,
+            adding_model,
+            callbacks=[watch],
+            max_steps=1,
+            value_head=kind,
+            max_grad_norm=0.01,
+            learning_rate=1e-2,
+            optim="sgd",
+            value_learning_rate=1.0,
+        ) as trainer:
+            trainer.train()
+        found[kind] = watch.weights
+        if kind:
+            assert any(p.abs().max() > 0 for n, p in watch.weights.items() if "value_head" in n)
+    for kind in ("linear", "mlp"):
+        assert all(torch.equal(found[kind][name], weight) for name, weight in found[None].items())
+
+
+def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(tmp_path: Path, adding_model: str) -> None:
+    changes = {**EVERYTHING, "value_backbone_grad_scale": 1.0, "entropy_coef": 0.01, "bootstrap_steps": 1000}
+    changes |= {"schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, **changes) as trainer:
+        trainer.train()
+        model = trainer.model.double().train()
+        batch = {k: v.double() if torch.is_floating_point(v) else v for k, v in trainer.batches[0].items()}
+        batch["needs_bootstrap"] = torch.tensor(1.0)
+        batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3
+        # Off the kink of the clipped ratio, where there is no derivative.
+        batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.05
+        batch["advantages"] = torch.linspace(-1, 1, 8).double()
+        # From values that are given: an advantage is a number, though it is computed from weights.
+        batch["old_values"] = torch.zeros_like(batch["turn_ids"], dtype=torch.float64)
+        trainer.batches = [batch]
+        torch.manual_seed(0)
+        torch.nn.init.normal_(trainer._critic.head.out.weight, std=0.1)
+        found = gradients(trainer)
+        assert batch["imitated"].sum() > 0
+        assert batch["masked"].sum() > 0
+        for name in (
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.1.mlp.down_proj.weight",
+            "model.norm.weight",
+        ):
+            # TRL's log-probabilities are those of float32, whatever the model is: the steps must not be too small.
+            parameter = model.get_parameter(name)
+            direction = torch.randn(parameter.shape, dtype=torch.float64)
+            losses = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    parameter += sign * 1e-3 * direction
+                    losses.append(trainer._compute_loss(model, batch).item())
+                    parameter -= sign * 1e-3 * direction
+            expected = (losses[0] - losses[1]) / 2e-3
+            assert (found[name] * direction).sum().item() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["group", "hybrid"])
+def test_splitting_an_update_into_micro_batches_changes_nothing(tmp_path: Path, adding_model: str, mode: str) -> None:
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    found = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        watch = Watch()
+        with make_trainer(
+            tmp_path,
+            adding_model,
+            callbacks=[watch],
+            advantage_mode=mode,
+            value_head="linear",
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_grad_norm=1e9,
+        ) as trainer:
+            trainer.train()
+        found.append(watch.gradients)
+    whole, split = found
+    assert whole.keys() == split.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_whose_ratio_is_far_off_leaves_the_policy_term_but_not_the_denominator(
+    tmp_path: Path, adding_model: str
+) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0) as trainer:
+        trainer.train()
+        batch = trainer.batches[0]
+        logps = batch["sampling_per_token_logps"].clone()
+        logps[:, :3] -= 2  # ratios of e^2
+        loss = trainer._compute_loss(
+            trainer.model.train(), {**batch, "sampling_per_token_logps": logps, "advantages": torch.ones(8)}
+        )
+        (gradient,) = torch.autograd.grad(loss, trainer._logps)
+        plain = trainer._compute_loss(trainer.model.train(), {**batch, "advantages": torch.ones(8)})
+        (expected,) = torch.autograd.grad(plain, trainer._logps)
+    assert (gradient[:, :3] == 0).all()
+    assert torch.equal(gradient[:, 3:], expected[:, 3:])
+    assert (expected[:, :3] != 0).all()
+
+
+def test_with_all_tokens_gated_nothing_is_learnt(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0) as trainer:
+        trainer.train()
+        far = trainer.batches[0]["sampling_per_token_logps"] - 2
+        found = gradients(trainer, sampling_per_token_logps=far, old_per_token_logps=far)
+    assert all((gradient == 0).all() for gradient in found.values())
+
+
+def test_far_from_the_reference_there_is_only_the_way_back(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0, beta=0.1) as trainer:
+        trainer.train()
+        batch = trainer.batches[0]
+        far = batch["ref_per_token_logps"] + 2  # 2 nats at every token: k3 of 4.4
+        found = gradients(trainer, ref_per_token_logps=far, advantages=torch.ones(8))
+        num_hits = trainer._metrics["train"]["kl/hard_cap_hits"][-1]
+        only_back = gradients(trainer, ref_per_token_logps=far, advantages=torch.zeros(8))
+        both = gradients(trainer, ref_per_token_logps=batch["ref_per_token_logps"] + 1, advantages=torch.ones(8))
+        near = gradients(trainer, ref_per_token_logps=batch["ref_per_token_logps"] + 1, advantages=torch.zeros(8))
+    assert num_hits == 1
+    assert all(torch.equal(found[name], gradient) for name, gradient in only_back.items())
+    assert any(not torch.equal(both[name], gradient) for name, gradient in near.items())
+
+
+def test_the_weight_of_the_kl_term_rises_while_the_policy_is_too_far_away(tmp_path: Path, adding_model: str) -> None:
+    class Far(Spy):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "ref_per_token_logps": batch["ref_per_token_logps"] + 1.5}  # k3 of 2, above the target
+
+    with make_trainer(tmp_path, adding_model, Far, max_steps=3, beta=0.05, learning_rate=0.0) as trainer:
+        trainer.train()
+    betas = [entry["kl/beta"] for entry in steps(trainer)]
+    assert betas == pytest.approx([0.05 * 1.02**n for n in (1, 2, 3)])
+
+
+def test_old_log_probabilities_of_the_trainer_come_with_a_weight_for_the_difference(
+    tmp_path: Path, adding_model: str
+) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0, old_logps="trainer") as trainer:
+        trainer.train()
+        batch = trainer.batches[0]
+        assert "old_per_token_logps" not in batch
+        shifted = batch["sampling_per_token_logps"].clone()
+        shifted[:, 0] -= math.log(2)  # sampled with half the probability that the trainer gives it
+        shifted[:, 1] -= math.log(5)  # too far off
+        loss = trainer._compute_loss(
+            trainer.model.train(), {**batch, "sampling_per_token_logps": shifted, "advantages": torch.ones(8)}
+        )
+        (gradient,) = torch.autograd.grad(loss, trainer._logps)
+    torch.testing.assert_close(gradient[:, 0] / gradient[:, 2], torch.full((8,), 2.0), rtol=1e-3, atol=0)
+    assert (gradient[:, 1] == 0).all()
+
+
+# ---- Groups ----
+
+
+def by_task(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    """No spread for the task `flat`, some for others."""
+    return [0.0 if t.task.task_id == "flat" else float(i % 2) for i, t in enumerate(trajectory)]
+
+
+def test_groups_without_spread_are_replaced_by_attempts_at_other_tasks(tmp_path: Path, adding_model: str) -> None:
+    rows = [{**ROWS[0], "task_id": name} for name in ("flat", "steep", "steeper")]
+    seen: set[tuple[str, ...]] = set()
+    changes = {"per_device_train_batch_size": 16, "shuffle_dataset": False, "max_steps": 1}
+    for rounds in (0, 1):
+        with make_trainer(
+            tmp_path, adding_model, Spy, by_task, rows=rows, dynamic_sampling=rounds, **changes
+        ) as trainer:
+            trainer.train()
+        names = [task.task_id for task in trainer._tasks]
+        seen.add(tuple(names))
+        entry = steps(trainer)[0]
+        if rounds:
+            assert names == ["steeper"] * 8 + ["steep"] * 8
+            assert [t.task.task_id for t in trainer._trajectories] == names
+            assert (entry["groups/flat_fraction"], entry["groups/flat_fraction_refilled"]) == (0.5, 0)
+            assert entry["frac_reward_zero_std"] == 0
+            assert set(trainer._logs["rewards"]["by_task"]) == {0.0, 1.0}
+        else:
+            assert names == ["flat"] * 8 + ["steep"] * 8
+            assert entry["frac_reward_zero_std"] == 0.5
+    assert len(seen) == 2
+
+
+def test_replacing_groups_ends_though_none_has_spread(tmp_path: Path, adding_model: str) -> None:
+    calls = []
+
+    def same(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        calls.append(len(trajectory))
+        return [1.0] * len(trajectory)
+
+    with make_trainer(tmp_path, adding_model, reward=same, dynamic_sampling=2, max_steps=1) as trainer:
+        trainer.train()
+    assert calls == [8, 8, 8, 8]  # before, after each of two rounds, and TRL's own
+    assert steps(trainer)[0]["groups/flat_fraction_refilled"] == 1
+
+
+# ---- Ends ----
+
+
+@pytest.mark.parametrize("truncation", ["terminal", "mask", "bootstrap"])
+def test_what_ran_out_of_turns_is_an_end_or_left_out_or_valued(
+    tmp_path: Path, adding_model: str, truncation: str
+) -> None:
+    changes = {"advantage_mode": "gae", "max_turns": 1, "max_steps": 1, "truncation": truncation, "gamma": 0.5}
+    with make_trainer(tmp_path, adding_model, Spy, advantage_scale="none", **changes) as trainer:
+        if truncation == "bootstrap":
+            torch.nn.init.constant_(trainer._critic.head.out.bias, 3.0)
+        trainer.train()
+    batch = trainer.batches[0]
+    cut = torch.tensor([t.is_cut for t in trainer._trajectories])
+    assert cut.any()
+    entry = steps(trainer)[0]
+    if truncation == "mask":
+        assert entry["rollout/left_out_fraction"] == pytest.approx(cut.float().mean().item())
+        rows_in_loss = (batch["completion_mask"] * batch["tool_mask"]).sum(1) > 0
+        assert rows_in_loss.sum() == (~cut).sum()
+    else:
+        assert entry["rollout/left_out_fraction"] == 0
+        # The one turn is worth its reward, 0, and what would have followed.
+        expected = 0.5 * 3.0 if truncation == "bootstrap" else 0.0
+        returns = trainer.settled["turn_returns"][:, 0]
+        assert sorted(returns.tolist())[-int(cut.sum()) :] == pytest.approx([expected] * int(cut.sum()))
+
+
+# ---- Bootstrap ----
+
+
+def test_help_with_the_format_fades_and_is_exactly_gone_at_the_end(tmp_path: Path, adding_model: str) -> None:
+    class Helped(Spy):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "needs_bootstrap": torch.tensor(1.0)}
+
+    with make_trainer(tmp_path, adding_model, Helped, max_steps=1, bootstrap_steps=10, learning_rate=0.0) as trainer:
+        trainer.train()
+        batch = trainer.batches[0]
+        batch["imitated"], batch["num_imitated"] = batch["forced"], batch["forced"].sum()
+        plain = {k: v for k, v in batch.items() if k not in ("needs_bootstrap", "imitated")}
+        with torch.no_grad():
+            expected, trainer.losses = trainer._compute_loss(trainer.model.train(), plain), []
+            for step in (0, 5, 10, 11):
+                trainer.state.global_step = step
+                trainer.losses.append(trainer._compute_loss(trainer.model, batch))
+            imitation = -(trainer._logps * batch["forced"]).sum() / batch["forced"].sum()
+    first, half, *gone = (loss - expected for loss in trainer.losses)
+    assert all(torch.equal(loss, expected) for loss in trainer.losses[2:])
+    assert all(loss == 0 for loss in gone)
+    assert first.item() == pytest.approx(2 * half.item(), rel=1e-3)
+    entropy = trainer._metrics["train"]["entropy"][-1]
+    assert first.item() == pytest.approx(0.05 * imitation.item() - 0.01 * entropy, rel=1e-3)
+    assert trainer.entropy_coef == 0
+
+
+def test_a_policy_whose_calls_are_valid_gets_no_help(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, bootstrap_steps=10, temperature=0.1) as trainer:
+        trainer.train()
+    assert steps(trainer)[0]["tools/valid_rate"] == 1
+    assert steps(trainer)[0]["bootstrap/is_needed"] == 0
+
+
+# ---- Health ----
+
+
+def test_a_run_that_cannot_learn_says_so(tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture) -> None:
+    def same(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        return [1.0] * len(trajectory)
+
+    with make_trainer(tmp_path, adding_model, reward=same, max_steps=4) as trainer:
+        trainer.train()
+    said = [record.message for record in caplog.records if "same reward" in record.message]
+    assert len(said) == 1
+    assert "dynamic_sampling" in said[0]
+
+
+def test_a_strict_run_stops_with_the_reason_and_a_checkpoint(tmp_path: Path, adding_model: str) -> None:
+    class Misaligned(Spy):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            shifted = batch["sampling_per_token_logps"] - 0.1
+            return {**batch, "sampling_per_token_logps": shifted, "old_per_token_logps": shifted}
+
+    with (
+        make_trainer(
+            tmp_path, adding_model, Misaligned, strict_health=True, save_strategy="steps", save_steps=100
+        ) as trainer,
+        pytest.raises(
+            HealthError, match=r"the ratio of the policy to the sampler should be 1, but its median is 1\.105"
+        ),
+    ):
+        trainer.train()
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_a_ratio_of_one_is_explained_once(tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="mcp_grpo"), make_trainer(tmp_path, adding_model) as trainer:
+        trainer.train()
+    assert sum("ratios are 1 and the loss is near 0. That is right" in r.message for r in caplog.records) == 1
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantage_mode": "token"}, ["`advantage_mode`", "group_turn", "'token'"]),
+        ({"advantage_mode": "gae", "multi_objective_aggregation": "normalize_then_sum"}, ["sum_then_normalize"]),
+        ({"truncation": "bootstrap"}, ["needs a value head", "'group'"]),
+        ({"ref_sync": "ema"}, ["`beta` is 0", "0.05"]),
+        ({"ref_sync": "ema", "beta": 0.1, "sync_ref_model": True}, ["`sync_ref_model`"]),
+        ({"ref_sync_steps": 0}, ["at least 1"]),
+        ({"ref_ema_decay": 1.0}, ["`ref_ema_decay`", "1.0"]),
+        ({"ratio_gate_min": 2.0}, ["`ratio_gate_min` (2.0)"]),
+        ({"kl_target": 0.0}, ["`kl_target`", "`None`"]),
+        ({"gamma": 1.5}, ["`gamma`", "1.5"]),
+        ({"dynamic_sampling": -1}, ["`dynamic_sampling`", "-1"]),
+        ({"bootstrap_steps": 5, "use_adaptive_entropy": True}, ["`use_adaptive_entropy`"]),
+        ({"old_logps": "guess"}, ["`old_logps`", "'guess'"]),
+        ({"value_head": "deep"}, ["`value_head`", "'deep'"]),
+    ],
+)
+def test_settings_that_cannot_learn_are_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SettingsError) as error:
+        settings(tmp_path, **changes)
+    assert all(word in str(error.value) for word in words)
