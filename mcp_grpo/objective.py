@@ -149,6 +149,8 @@ class ObjectiveTrainer(GRPOTrainer):
         )
         if args.truncation == "bootstrap" and "is_cut" not in batch:
             batch["is_cut"] = self._is_cut(batch)
+        if self._critic is not None:  # fixed now: what is learnt from a batch must not change its own weight
+            batch["mixing_weight"] = torch.tensor(self._critic.mixing.value, device=turn_ids.device)
         if self._recorder is not None:
             batch["old_values"] = self._recorder.values(turn_ids.size(1))
             batch["old_values_after"] = self._recorder.values_after(turn_ids.size(1))

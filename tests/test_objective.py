@@ -179,8 +179,9 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(tmp_path: 
         batch = {k: v.double() if torch.is_floating_point(v) else v for k, v in trainer.batches[0].items()}
         batch["needs_bootstrap"] = torch.tensor(1.0)
         batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.3
-        # Off the kink of the clipped ratio, where there is no derivative.
-        batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.05
+        # Off the kink of the clipped ratio, where there is no derivative, and within the gate.
+        trainer._compute_loss(model, batch)
+        batch["sampling_per_token_logps"] = batch["old_per_token_logps"] = trainer._logps.detach() - 0.05
         batch["advantages"] = torch.linspace(-1, 1, 8).double()
         # From values that are given: an advantage is a number, though it is computed from weights.
         batch["old_values"] = torch.zeros_like(batch["turn_ids"], dtype=torch.float64)

@@ -143,7 +143,7 @@ class Critic:
         batch["turn_returns"] = targets
         if self._mode not in ("gae", "hybrid"):
             return
-        weight = self.mixing.value if self._mode == "hybrid" else 1.0
+        weight = batch.get("mixing_weight", self.mixing.value) if self._mode == "hybrid" else 1.0
         estimate = turn_gae(rewards, values, counts, gamma=self._gamma, lam=self._lam, bootstrap=bootstrap)
         mixed = (1 - weight) * batch["turn_advantages"] + weight * estimate
         batch["advantages"] = to_tokens(mixed / batch["advantage_scale"], turn_ids)

@@ -294,3 +294,15 @@ def test_advantages_and_targets_have_no_gradient() -> None:
     make_critic("gae").settle(batch, recorder(VALUES.clone().requires_grad_()), learn=True)
     assert not batch["advantages"].requires_grad
     assert not batch["turn_returns"].requires_grad
+
+
+def test_the_weight_of_a_batch_is_the_one_it_was_scored_with() -> None:
+    critic = make_critic("hybrid")
+    found = []
+    for products in (0.0, 1.0):  # what is learnt while the batch is used
+        critic.mixing.update(products, 1.0)
+        batch = {**scored(), "mixing_weight": torch.tensor(0.25)}
+        critic.settle(batch, recorder(VALUES), learn=False)
+        found.append(batch["advantages"])
+    assert critic.mixing.value > 0
+    assert torch.equal(*found)
