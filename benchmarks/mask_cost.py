@@ -1,7 +1,12 @@
 """
 Ask what the schema mask costs: its seconds, as a share of those of the training step it belongs to, measured in the same run.
 
-    python benchmarks/mask_cost.py [--tokenizer FOLDER] [--step-rows 2] [--micro-batch 16] [--rounds 3]
+    python benchmarks/mask_cost.py [--tokenizer FOLDER] [--step-rows 64] [--micro-batch 16] [--rounds 3]
+
+Each trajectory is marked as it ends, on one core, while others are still being generated. Once all have ended, the step waits
+for what is left: the floors, and what the masks add to the lists and tensors that TRL is given. The limit is one on what the step
+waits for; what was done during the rollout, and both together, are printed beside it. The trajectories that end last are marked
+with nothing left to generate, so the step also waits for some milliseconds of each of them.
 
 The batch has 512 trajectories of 2,000 tokens: several turns each, with reasoning, tool calls with nested arguments, and tool results,
 on a catalogue of 20 tools. No call is made to resemble another, and every round of measuring has trajectories of its own, so
@@ -9,9 +14,10 @@ nothing can be remembered from the round before. The grammar of the catalogue is
 ever a second one.
 
 The step is TRL's own: `GRPOTrainer` with its loss, its fused LM head, gradient checkpointing and an adapter, on a model of the
-shape of Qwen3-0.6B with random weights, from the finished trajectories to the update. On a GPU it is an update of all rows, in
-bfloat16. On a CPU it is one of `--step-rows` rows, in float32, and its seconds are scaled up by the number of rows. Prompts are
-short, as the catalogue is left out of them, and sampling is not counted: both would make the step longer and the share smaller.
+shape of Qwen3-0.6B with random weights, from the finished trajectories to the update. It is an update of `--step-rows` rows, 64 in
+bfloat16 on a GPU and 2 in float32 on a CPU, and its seconds are scaled up by the number of rows; with `--step-rows 512`, nothing is
+scaled. Prompts are short, as the catalogue is left out of them, and sampling is not counted: both would make the step longer and
+the share smaller.
 
 Without `--tokenizer`, one is trained on the spot on the texts of such trajectories: byte-level, as Qwen3's is, and with
 Qwen3's control tokens. The chat template is Qwen3's in any case. Nothing is downloaded.
@@ -27,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -55,7 +61,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from mcp_grpo.learning import GrammarRoles, MaskRule, SchemaMask, SyntaxRoles, rollout_columns
+from mcp_grpo.learning import GrammarRoles, MaskRule, SchemaMask, SyntaxRoles, rollout_columns, token_columns
 from mcp_grpo.learning.schema_mask import RolesOf
 from mcp_grpo.rollout import Renderer
 from mcp_grpo.rollout.grammar import TurnGrammars
@@ -288,8 +294,10 @@ class Measured:
     Args:
         name (`str`):
             The way.
-        seconds (`list[float]`):
-            Seconds for a batch, in each round.
+        marking (`list[float]`):
+            Seconds that marking the trajectories of a batch took, in each round.
+        waiting (`list[float]`):
+            Seconds that the step waited after that, in each round.
         forced (`float`):
             Share of the sampled tokens that were forced.
         masked (`float`):
@@ -297,7 +305,8 @@ class Measured:
     """
 
     name: str
-    seconds: list[float]
+    marking: list[float]
+    waiting: list[float]
     forced: float
     masked: float
 
@@ -322,16 +331,46 @@ def measure_mask(
         [`Measured`]: How long it took.
     """
     mask = SchemaMask(roles_of, MaskRule())
-    mask(few, lambda _: CATALOGUE)
-    seconds: list[float] = []
+    for trajectory in few:
+        mask.mark(trajectory, CATALOGUE)
+    marking: list[float] = []
+    waiting: list[float] = []
     for batch in batches:
         start = time.perf_counter()
-        _, figures = mask(batch, lambda _: CATALOGUE)
-        seconds.append(time.perf_counter() - start)
+        marked = [mask.mark(trajectory, CATALOGUE) for trajectory in batch]
+        marking.append(time.perf_counter() - start)
+        without = seconds_of_columns([replace(trajectory) for trajectory in batch])
+        start = time.perf_counter()
+        done, figures = mask(marked, lambda _: CATALOGUE)
+        floors = time.perf_counter() - start
+        waiting.append(floors + max(0.0, seconds_of_columns(done) - without))
     forced, masked = (figures[f"mask/{kind}_fraction"] for kind in ("forced", "masked"))
     if not masked.total:
         raise SystemExit(f"Nothing was masked by `{name}`: there was nothing to measure.")
-    return Measured(name=name, seconds=seconds, forced=forced.total / forced.count, masked=masked.total / masked.count)
+    return Measured(
+        name=name,
+        marking=marking,
+        waiting=waiting,
+        forced=forced.total / forced.count,
+        masked=masked.total / masked.count,
+    )
+
+
+def seconds_of_columns(trajectories: Sequence[Trajectory]) -> float:
+    """How long it takes to make trajectories into what TRL and the loss are given."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    like = torch.zeros(len(trajectories), NUM_TOKENS, dtype=torch.long, device=device)
+    start = now()
+    rollout_columns(trajectories, filler_id=0)
+    token_columns(trajectories, like)
+    return now() - start
+
+
+def now() -> float:
+    """Seconds, once a GPU has done what it was told to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Clock(TrainerCallback):
@@ -343,16 +382,11 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """See `TrainerCallback`."""
-        self._start = self._now()
+        self._start = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """See `TrainerCallback`."""
-        self.seconds.append(self._now() - self._start)
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self.seconds.append(now() - self._start)
 
 
 def measure_step(trajectories: Sequence[Trajectory], tokenizer: Any, micro_batch: int) -> float:
@@ -422,12 +456,12 @@ def main() -> None:
     """Measure, print the table, and fail if a mask costs too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer with Qwen3's control tokens")
-    parser.add_argument("--step-rows", type=int, default=2, help="rows of the step on a CPU, at least 2")
-    parser.add_argument("--micro-batch", type=int, default=16, help="rows at a time on a GPU, a part of 512")
+    parser.add_argument("--step-rows", type=int, help="rows of the step; 64 on a GPU, 2 on a CPU")
+    parser.add_argument("--micro-batch", type=int, default=16, help="rows at a time on a GPU, a part of those")
     parser.add_argument("--rounds", type=int, default=3, help="batches that are masked")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    console = Console(width=140, highlight=False)
+    console = Console(width=170, highlight=False)
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else train_tokenizer()
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
@@ -451,28 +485,46 @@ def main() -> None:
         grammar_note = f"grammars compiled: {grammars.num_compiled}, in {compiled:.2f} s, not counted"
 
     is_on_gpu = torch.cuda.is_available()
-    rows = NUM_TRAJECTORIES if is_on_gpu else arguments.step_rows
-    measured = measure_step(batches[0][:rows], tokenizer, arguments.micro_batch if is_on_gpu else rows)
+    rows = arguments.step_rows or (64 if is_on_gpu else 2)
+    measured = measure_step(batches[0][:rows], tokenizer, min(rows, arguments.micro_batch) if is_on_gpu else rows)
     step = measured * NUM_TRAJECTORIES / rows
     limit = LIMITS["cuda" if is_on_gpu else "cpu"]
-    shares = {mask.name: statistics.median(mask.seconds) / step for mask in masks}
+    shares = {mask.name: statistics.median(mask.waiting) / step for mask in masks}
 
     table = Table(title=f"What the schema mask costs: {NUM_TRAJECTORIES} trajectories of {NUM_TOKENS:,} tokens")
-    for column in ("mask", "mask, s: median (all rounds)", "step, s", "share", "limit", "", "forced", "masked"):
+    for column in (
+        "mask",
+        "step, s",
+        "step waits, s: median (all rounds)",
+        "share",
+        "limit",
+        "",
+        "during the rollout, s",
+        "share",
+        "each, ms",
+        "together",
+        "forced",
+        "masked",
+    ):
         table.add_column(column)
     for mask in masks:
+        marking = statistics.median(mask.marking)
         table.add_row(
             mask.name,
-            f"{statistics.median(mask.seconds):.2f} ({', '.join(f'{seconds:.2f}' for seconds in mask.seconds)})",
             f"{step:.1f}",
+            listed(mask.waiting),
             f"{shares[mask.name]:.3%}",
             f"{limit:.0%}",
             "PASS" if shares[mask.name] <= limit else "FAIL",
+            listed(mask.marking),
+            f"{marking / step:.3%}",
+            f"{marking / NUM_TRAJECTORIES * 1000:.1f}",
+            f"{shares[mask.name] + marking / step:.3%}",
             f"{mask.forced:.0%}",
             f"{mask.masked:.0%}",
         )
     where = torch.cuda.get_device_name() if is_on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    scaled = "" if is_on_gpu else f": {rows} rows took {measured:.1f} s, scaled to {NUM_TRAJECTORIES}"
+    scaled = "" if rows == NUM_TRAJECTORIES else f": {rows} rows took {measured:.1f} s, scaled to {NUM_TRAJECTORIES}"
     table.caption = "\n".join(
         [
             f"step on {where}{scaled}",
@@ -483,6 +535,11 @@ def main() -> None:
     )
     console.print(table)
     sys.exit(any(share > limit for share in shares.values()))
+
+
+def listed(seconds: Sequence[float]) -> str:
+    """The median, and all of them."""
+    return f"{statistics.median(seconds):.3f} ({', '.join(f'{one:.3f}' for one in seconds)})"
 
 
 def written(renderer: Renderer, seed: int, count: int) -> list[Trajectory]:

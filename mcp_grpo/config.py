@@ -1,7 +1,7 @@
 """The settings of a run: TRL's, and a few of our own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from datasets import Dataset
@@ -119,7 +119,7 @@ class MCPGRPOConfig(GRPOConfig):
             How much of the value head's gradient reaches the model below. With 0, the policy's gradient is what it would
             be without a value head.
         value_warmup_steps (`int`, *optional*, defaults to `20`):
-            Steps before `"hybrid"` relies on the value head.
+            Batches before `"hybrid"` relies on the value head.
         value_clip_range (`float`, *optional*):
             How far the value of a token may move from where it was when it was sampled, in its loss. `None` for no limit.
         push_value_head (`bool`, *optional*, defaults to `False`):
@@ -136,11 +136,11 @@ class MCPGRPOConfig(GRPOConfig):
         ratio_gate_max (`float`, *optional*, defaults to `4.0`):
             Largest ratio of a token to learn from.
         kl_target (`float`, *optional*, defaults to `0.4`):
-            Nats per token of KL divergence from the reference above which `beta` is raised step by step, up to 1. It
-            never falls below what it was at the start. `None` leaves it alone.
+            With `servers`, nats per token of KL divergence from the reference above which `beta` is raised step by step,
+            up to 1. It never falls below what it was at the start. `None` leaves it alone.
         kl_hard_cap (`float`, *optional*, defaults to `3.0`):
-            Nats per token above which a batch is only pulled back to the reference; no single token counts with more.
-            `None` for no limit.
+            With `servers`, nats per token above which a micro-batch has no policy term, and is only pulled back to the
+            reference; no single token counts with more. `None` for no limit.
         ref_sync (`str`, *optional*, defaults to `"none"`):
             How the reference follows the policy: `"none"`, `"ema"` for a moving average, `"hard"` for a copy. Works for
             adapters, too. Needs `beta` above 0.
@@ -150,7 +150,7 @@ class MCPGRPOConfig(GRPOConfig):
             What the average keeps of itself each time.
         dynamic_sampling (`int`, *optional*, defaults to `0`):
             How many times, at most, groups whose attempts all have the same reward are replaced by groups of other tasks.
-            0 leaves them: they teach nothing.
+            0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         strict_health (`bool`, *optional*, defaults to `False`):
             Whether signs that the run cannot learn stop it with an error, instead of a warning.
         cassette (`str`, *optional*):
@@ -454,6 +454,10 @@ class MCPGRPOConfig(GRPOConfig):
         self._check_choices(advantage_mode=ADVANTAGE_MODES, advantage_scale=ADVANTAGE_SCALES, truncation=TRUNCATIONS)
         if self.value_head is not None:
             self._check_choices(value_head=VALUE_HEADS)
+        if self.value_head_kind and self.fp16:
+            raise SettingsError(
+                "`fp16` scales the loss, and the value head's gradients, which are clipped by themselves, with it. Use `bf16`."
+            )
         if self.advantage_mode != "group" and self.multi_objective_aggregation != "sum_then_normalize":
             raise SettingsError(
                 f"`advantage_mode={self.advantage_mode!r}` needs the sum of all rewards of a turn, but "
@@ -482,7 +486,7 @@ class MCPGRPOConfig(GRPOConfig):
             raise SettingsError("`ref_sync` and `sync_ref_model` both move the reference. Set only `ref_sync`.")
         if self.ref_sync_steps < 1:
             raise SettingsError(f"`ref_sync_steps` must be at least 1, got {self.ref_sync_steps}.")
-        if not 0 <= self.ref_ema_decay < 1:
+        if not 0 < self.ref_ema_decay < 1:
             raise SettingsError(
                 f"`ref_ema_decay` must be between 0 and 1, got {self.ref_ema_decay}: it is what the reference keeps of itself."
             )
@@ -503,7 +507,9 @@ class MCPGRPOConfig(GRPOConfig):
         Returns:
             [`KLControl`] or `None`: The control, if there is to be one.
         """
-        return None if self.kl_target is None or self.beta == 0 else KLControl(self.beta, target=self.kl_target)
+        if self.kl_target is None or self.beta <= 0:
+            return None
+        return KLControl(self.beta, target=self.kl_target, max_beta=max(1.0, self.beta))
 
     @property
     def replays(self) -> bool:
@@ -605,6 +611,45 @@ class MCPGRPOConfig(GRPOConfig):
         )
 
 
+NEEDS_SERVERS = (
+    "schema_mask",
+    "constrained_decoding",
+    "first_call_retries",
+    "bootstrap_steps",
+    "old_logps",
+    "ratio_gate_min",
+    "ratio_gate_max",
+    "dynamic_sampling",
+    "strict_health",
+    "cassette",
+)
+
+
+def check_without_servers(args: MCPGRPOConfig) -> None:
+    """
+    Refuse what would silently do nothing without servers.
+
+    Args:
+        args (`MCPGRPOConfig`):
+            The trainer's configuration.
+
+    Raises:
+        [`SettingsError`]: If there is such a thing.
+    """
+    defaults = {field.name: field.default for field in fields(MCPGRPOConfig)}
+    for name in NEEDS_SERVERS:
+        if getattr(args, name) != defaults[name]:
+            raise SettingsError(
+                f"`{name}={getattr(args, name)!r}` is for training on MCP servers, and there are none. Pass `servers`, or leave "
+                f"it at {defaults[name]!r}."
+            )
+    if args.truncation == "mask":
+        raise SettingsError(
+            '`truncation="mask"` is for training on MCP servers, and there are none. Pass `servers`, or use TRL\'s '
+            "`mask_truncated_completions`."
+        )
+
+
 def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) -> None:
     """
     Refuse, before anything is started, what would not train correctly on MCP servers.
@@ -676,6 +721,11 @@ def _refusals(
         (
             bool(args.dynamic_sampling) and not isinstance(train_dataset, Dataset),
             "`dynamic_sampling` draws other tasks from the dataset, so it must be a `Dataset`, not a stream.",
+        ),
+        (
+            args.mask_truncated_completions,
+            "`mask_truncated_completions` only knows completions without an end-of-turn token. With `servers`, set "
+            '`truncation="mask"` instead, which knows what ran out of turns, too.',
         ),
         (
             args.remove_unused_columns,

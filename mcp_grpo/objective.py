@@ -11,6 +11,7 @@ from mcp_grpo._trl import LossDenominator, per_update
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.errors import HealthError
 from mcp_grpo.learning import (
+    MIN_SCALE,
     Bootstrap,
     Critic,
     Health,
@@ -59,6 +60,7 @@ class ObjectiveTrainer(GRPOTrainer):
     def __init__(self, model: Any, reward_funcs: Any, args: MCPGRPOConfig, train_dataset: Any, **kwargs: Any) -> None:
         self._settled: Batch | None = None  # the inputs of the loss at hand
         self._recorder: ValueRecorder | None = None
+        self._logps: Any = None
         self._is_scoring = False
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self._turn_rewards = TurnRewards(self.reward_funcs, self.reward_func_names)
@@ -75,19 +77,23 @@ class ObjectiveTrainer(GRPOTrainer):
                 warmup_steps=args.value_warmup_steps,
                 clip_range=args.value_clip_range,
             )
-            if self.use_vllm:  # which does not know it
-                named = self.vllm_generation._iter_named_params
-                self.vllm_generation._iter_named_params = lambda: (p for p in named() if "value_head" not in p[0])
         self._reference: MovingReference | None = None
         if args.ref_sync != "none":
             mode = cast(Any, args.ref_sync)
             self._reference = MovingReference(policy, self.ref_model, mode=mode, decay=args.ref_ema_decay)
+        if self.use_vllm:  # which does not know them
+            named = self.vllm_generation._iter_named_params
+            others = ("value_head", "modules_to_save.ref.")
+            self.vllm_generation._iter_named_params = lambda: (
+                p for p in named() if not any(o in p[0] for o in others)
+            )
         self._kl_control = args.make_kl_control()
         self._kl_seen: list[tuple[float, float]] = []
         self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
         self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
         self._has_entropy_bonus = self._entropy_bonus_enabled
         self._health = Health(args.strict_health)
+        self._figures: dict[str, float] = {}  # of the step at hand
         self.add_callback(_StepEnd(self))
 
     @property
@@ -98,9 +104,16 @@ class ObjectiveTrainer(GRPOTrainer):
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
+    @property
+    def _retries(self) -> int:
+        """How often a first turn without a call is sampled again: what is only judged is judged as it is."""
+        return self.args.first_call_retries if self.model.training else 0
+
     def _record(self, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
             self._metrics[self._mode][key].append(value)
+        if self.model.training:
+            self._figures |= metrics
 
     # ---- What a batch is learnt from ----
 
@@ -119,6 +132,8 @@ class ObjectiveTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self._is_scoring = False
+        if self.model.training:
+            self._figures |= {key: self._metrics["train"][key][-1] for key in ("reward", "frac_reward_zero_std")}
         self._add_columns(batch)
         if self._critic is not None or self.args.advantage_mode != "group":
             self._add_turns(batch)
@@ -146,14 +161,20 @@ class ObjectiveTrainer(GRPOTrainer):
             gamma=args.gamma,
             scale=args.advantage_scale,
             accelerator=self.accelerator,
+            min_scale=1.0 if self._critic is not None and self._critic.gives_advantages else MIN_SCALE,
         )
+        if args.advantage_mode == "group_turn":  # which may learn from turns though all totals are the same
+            is_flat = self.accelerator.gather(batch["turn_advantages"].abs().max()).max() == 0
+            self._figures["frac_reward_zero_std"] = float(is_flat)
+        elif args.advantage_mode != "group":  # and values tell the good from the bad without others to compare with
+            self._figures.pop("frac_reward_zero_std", None)
         if args.truncation == "bootstrap" and "is_cut" not in batch:
             batch["is_cut"] = self._is_cut(batch)
         if self._critic is not None:  # fixed now: what is learnt from a batch must not change its own weight
             batch["mixing_weight"] = torch.tensor(self._critic.mixing.value, device=turn_ids.device)
         if self._recorder is not None:
-            batch["old_values"] = self._recorder.values(turn_ids.size(1))
-            batch["old_values_after"] = self._recorder.values_after(turn_ids.size(1))
+            batch["old_values"] = self._recorder.values()
+            batch["old_values_after"] = self._recorder.values_after()
         if args.advantage_mode != "group":
             batch["advantages"] = to_tokens(batch["turn_advantages"] / batch["advantage_scale"], turn_ids)
 
@@ -177,7 +198,9 @@ class ObjectiveTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         args, beta, entropy_coef = self.args, self.beta, self.entropy_coef
-        strength = self._bootstrap.strength(self.state.global_step) if inputs.get("needs_bootstrap") else 0.0
+        strength = self._bootstrap.strength(self.state.global_step) if self.model.training else 0.0
+        if strength and not inputs.get("needs_bootstrap"):  # in this order: reading a tensor waits for the device
+            strength = 0.0
         self._settled = inputs = {**inputs}
         try:
             # The policy term and the KL term are means over rows for some losses; the entropy bonus is not.
@@ -196,18 +219,25 @@ class ObjectiveTrainer(GRPOTrainer):
                 self.entropy_coef = entropy_coef
         if self._critic is not None:
             assert self._recorder
-            value_loss = self._critic.loss(inputs, self._recorder, per_update(self, inputs["num_turns"]))
+            is_training, num_turns = self.model.training, per_update(self, inputs["num_turns"])
+            value_loss = self._critic.loss(inputs, self._recorder, num_turns, learn=is_training)
             loss = loss + args.value_loss_coef * value_loss
-            self._record({"value/loss": self.accelerator.reduce(value_loss.detach(), reduction="mean").item()})
+            if not is_training:
+                self._record({"value/loss": self.accelerator.reduce(value_loss.detach(), reduction="mean").item()})
         if strength:
             imitation = imitation_loss(self._logps, inputs["imitated"], per_update(self, inputs["num_imitated"]))
             loss = loss + self._bootstrap.imitation_coef * strength * imitation
         return loss
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = None if self._critic is None or model is self.ref_model else ValueRecorder(model)
-        output = super()._get_per_token_logps_and_entropies(cast(Any, recorder or model), *args, **kwargs)
-        if self._settled is not None or self._is_scoring:
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_policy = self._settled is not None or self._is_scoring
+        recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
+        output = super()._get_per_token_logps_and_entropies(
+            cast(Any, recorder or model), input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+        if is_policy:
             self._recorder, self._is_scoring = recorder, False
         if self._settled is not None:
             self._logps = output[0]
@@ -278,6 +308,8 @@ class ObjectiveTrainer(GRPOTrainer):
         if self._critic is not None and isinstance(optimizer, torch.optim.Optimizer):
             own = list(self._critic.head.parameters())
             ids = {id(parameter) for parameter in own}
+            if {id(parameter) for parameter in optimizer.param_groups[-1]["params"]} == ids:
+                return optimizer  # made before
             for group in optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
             optimizer.add_param_group({"params": own, "lr": self.args.value_learning_rate, "weight_decay": 0.0})
@@ -310,15 +342,15 @@ class ObjectiveTrainer(GRPOTrainer):
         self._kl_seen = []
         if self._reference is not None and self.state.global_step % self.args.ref_sync_steps == 0:
             self._reference.sync()
-            self._record(
-                {"ref/distance": self._reference.distance(), "ref/num_differing": self._reference.num_differing()}
-            )
-        latest = {key: values[-1] for key, values in self._metrics["train"].items() if values}
+            distance, num_differing = self._reference.difference()
+            self._record({"ref/distance": distance, "ref/num_differing": num_differing})
+        figures, self._figures = self._figures, {}
+        self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
             steps = cast("int", self.args.steps_per_generation) * self.num_iterations
             is_on_policy = self.args.gradient_accumulation_steps % steps == 0
             try:
-                self._health.check(latest, is_on_policy=is_on_policy)
+                self._health.check(figures, is_on_policy=is_on_policy)
             except HealthError:
                 self._save_before_stopping()
                 raise

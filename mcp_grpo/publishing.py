@@ -46,6 +46,10 @@ class PublishingTrainer(ObjectiveTrainer):
         try:
             return super().push_to_hub(*args, **kwargs)
         finally:
+            if self._is_pushing and self._critic is not None and self.args.should_save:
+                save_value_head(
+                    self._critic.head, cast("str", self.args.output_dir)
+                )  # which has had to go for a while
             self._is_pushing = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -78,19 +82,24 @@ class PublishingTrainer(ObjectiveTrainer):
         if self._critic is not None:
             load_value_head(self._critic.head, resume_from_checkpoint)
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self._critic is not None and self.state.best_model_checkpoint:
+            load_value_head(self._critic.head, self.state.best_model_checkpoint)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._reference is not None:
             self._reference.save(output_dir)
-        generate_every = cast("int", self.args.steps_per_generation) * self.num_iterations
         state = {
+            "num_processes": self.accelerator.num_processes,
             "step": self._step,
             "num_rollouts": self._num_rollouts,
             "health": self._health.state_dict(),
             "kl_control": self._kl_control and self._kl_control.state_dict(),
             "critic": self._critic and self._critic.state_dict(),
             # A batch that is still to be learnt from: rolled out again, it would be another one.
-            "batch": self._buffered_inputs if self._step % generate_every else None,
+            "batch": self._buffered_inputs if self._step % self._generate_every else None,
         }
         torch.save(state, Path(output_dir) / STATE_FILE.format(rank=self.accelerator.process_index))
 
@@ -100,14 +109,26 @@ class PublishingTrainer(ObjectiveTrainer):
             return
         if self._reference is not None:
             self._reference.load(checkpoint)
-        file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
+        # What all ranks have in common is read by all from the first one's file, also if there are more or fewer now.
+        file, own_file = (
+            Path(checkpoint) / STATE_FILE.format(rank=rank) for rank in (0, self.accelerator.process_index)
+        )
         if not file.is_file():
             return
         state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
-        self._step, self._num_rollouts, self._buffered_inputs = state["step"], state["num_rollouts"], state["batch"]
+        self._step, self._num_rollouts, self._buffered_inputs = state["step"], state["num_rollouts"], None
+        if state["batch"] is not None and state["num_processes"] == self.accelerator.num_processes:
+            own = torch.load(own_file, map_location=self.accelerator.device, weights_only=True)
+            self._buffered_inputs = own["batch"]
+        elif state["batch"] is not None:  # their parts of a batch do not fit: a new one is rolled out
+            self._step -= self._step % self._generate_every
         self._health.load_state_dict(state["health"])
         if self._kl_control is not None and state["kl_control"]:
             self._kl_control.load_state_dict(state["kl_control"])
             self.beta = self._kl_control.beta
         if self._critic is not None and state["critic"]:
             self._critic.load_state_dict(state["critic"])
+
+    @property
+    def _generate_every(self) -> int:
+        return cast("int", self.args.steps_per_generation) * self.num_iterations

@@ -11,9 +11,10 @@ from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
-from mcp_grpo.config import MCPGRPOConfig, check_arguments
+from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import (
+    Ratio,
     SchemaMask,
     check_failures,
     check_groups,
@@ -100,7 +101,9 @@ class MCPGRPOTrainer(PublishingTrainer):
         self._trajectories: list[Trajectory] = []
         self._num_rollouts = 0
         self._schema_mask: SchemaMask | None = None
+        self._mask_metrics: dict[str, Ratio] = {}
         if servers is None and not args.replays:
+            check_without_servers(args)
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
         check_arguments(args, train_dataset, kwargs)
@@ -165,10 +168,10 @@ class MCPGRPOTrainer(PublishingTrainer):
         self._engine.catalog.check(*tasks)
         attempts = [task for task in tasks for _ in range(num_generations)]
         with tqdm(total=len(attempts), desc="Rolling out", disable=self.args.disable_tqdm) as bar:
-            return self._attempt(attempts, temperature=temperature, on_done=lambda _: bar.update())
+            return self._attempt(attempts, temperature=temperature, retries=0, on_done=lambda _: bar.update())
 
     def _attempt(
-        self, tasks: Sequence[Task], temperature: float | None = None, on_done: Any = None
+        self, tasks: Sequence[Task], temperature: float | None = None, retries: int | None = None, on_done: Any = None
     ) -> list[Trajectory]:
         assert self._engine
         self._num_rollouts += 1
@@ -187,9 +190,9 @@ class MCPGRPOTrainer(PublishingTrainer):
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,
                 grammars=self._grammars if self.args.constrained_decoding else None,
-                first_call_retries=self.args.first_call_retries,
-                # What training generates at a time fits into memory.
+                first_call_retries=self._retries if retries is None else retries,
                 max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
+                finish=self._schema_mask and self._schema_mask.mark,
                 on_done=on_done,
             )
 
@@ -215,7 +218,6 @@ class MCPGRPOTrainer(PublishingTrainer):
             self._record({"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]})
         if self.args.truncation == "mask":
             self._trajectories = [replace(t, left_out=t.is_cut) for t in self._trajectories]
-        self._mask_metrics = {}
         if self._schema_mask is not None:
             self._trajectories, self._mask_metrics = self._schema_mask(
                 self._trajectories, self._engine.schemas_for, gather_object, rank
@@ -225,7 +227,7 @@ class MCPGRPOTrainer(PublishingTrainer):
     def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
         """Attempt other tasks in some places of the batch, the same one for all places of a group."""
         dataset, taken = cast(Dataset, self.train_dataset), gather_object([row["task_id"] for row in rows])
-        seed = derived_seed(self.args.seed, self.state.global_step, self._num_rollouts, "refill")
+        seed = derived_seed(self.args.seed, gather_object([self._num_rollouts])[0], "refill")  # the same on all ranks
         drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
         for slot, group in groups.items():
             rows[slot] = dataset[drawn[group]]
@@ -237,12 +239,10 @@ class MCPGRPOTrainer(PublishingTrainer):
         """Rewards of some of the trajectories at hand, and nothing of what their functions log: that comes later."""
         chosen = [self._trajectories[slot] for slot in slots]
         inputs = [{**rows[slot], "trajectory": t} for slot, t in zip(slots, chosen, strict=True)]
-        prompts = [list(t.task.prompt) for t in chosen]
+        prompts, ids = [list(t.task.prompt) for t in chosen], [list(t.completion_ids) for t in chosen]
         everything, self._trajectories = self._trajectories, chosen
         try:
-            return self._calculate_rewards(
-                inputs, prompts, self._completions(), [list(t.completion_ids) for t in chosen]
-            )
+            return self._calculate_rewards(inputs, prompts, self._completions(), ids)
         finally:
             self._trajectories = everything
             self._pending_extra_logs.clear()
@@ -254,8 +254,7 @@ class MCPGRPOTrainer(PublishingTrainer):
     def _generate(self, prompts: list) -> tuple:
         if self._engine is None:
             return super()._generate(prompts)
-        # TRL would parse a whole completion as one message. It only decodes those of prompts that are no messages, and
-        # reward functions and logs get the real ones.
+        # TRL would parse each completion as one message. If prompts are no messages it only decodes, and gets real ones.
         output = super()._generate([task.task_id for task in self._tasks])
         return (*output[:COMPLETIONS], self._completions(), *output[COMPLETIONS + 1 :])
 
@@ -265,8 +264,9 @@ class MCPGRPOTrainer(PublishingTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._engine is None:
             return rewards
-        is_left_out = torch.tensor([not t.is_learnt_from for t in self._trajectories], device=rewards.device)
-        return rewards.masked_fill(self.accelerator.gather(is_left_out).unsqueeze(1), torch.nan)
+        left_out = [not t.is_learnt_from or (t.is_cut and self.args.truncation == "mask") for t in self._trajectories]
+        is_left_out = self.accelerator.gather(torch.tensor(left_out, device=rewards.device))
+        return rewards.masked_fill(is_left_out.unsqueeze(1), torch.nan)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:

@@ -92,7 +92,8 @@ class FirstCallRefused(Spy):
     def _attempt(self, *args: Any, **kwargs: Any) -> list[Trajectory]:
         first, *others = super()._attempt(*args, **kwargs)
         refused = replace(first.exchanges[0].result, kind=ResultKind.INVALID_ARGUMENTS)
-        return [replace(first, exchanges=(replace(first.exchanges[0], result=refused),)), *others]
+        exchanges = (replace(first.exchanges[0], result=refused),)
+        return [replace(first, exchanges=exchanges, roles=None, masked=None), *others]
 
 
 def test_a_masked_token_has_no_gradient_and_the_syntax_of_a_refused_call_has(

@@ -4,7 +4,7 @@ from mcp_grpo.learning.advantages import MixingWeight, first_tokens, returns_to_
 from mcp_grpo.learning.batches import rollout_columns, token_columns
 from mcp_grpo.learning.bootstrap import Bootstrap, imitation_loss, needs_bootstrap
 from mcp_grpo.learning.checks import check_failures, check_groups
-from mcp_grpo.learning.critic import Critic, turn_columns
+from mcp_grpo.learning.critic import MIN_SCALE, Critic, turn_columns
 from mcp_grpo.learning.diagnostics import Ratio, reduced, tool_metrics, trajectory_metrics
 from mcp_grpo.learning.extras import kl_of_masked
 from mcp_grpo.learning.gate import RatioGate
@@ -28,6 +28,7 @@ from mcp_grpo.learning.value_head import (
 
 
 __all__ = [
+    "MIN_SCALE",
     "Bootstrap",
     "Critic",
     "GrammarRoles",

@@ -26,7 +26,14 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 def turn_columns(
-    turn_ids: torch.Tensor, rewards: torch.Tensor, group_size: int, *, gamma: float, scale: str, accelerator: Any
+    turn_ids: torch.Tensor,
+    rewards: torch.Tensor,
+    group_size: int,
+    *,
+    gamma: float,
+    scale: str,
+    accelerator: Any,
+    min_scale: float = MIN_SCALE,
 ) -> Batch:
     """
     What is known of each turn before the loss: its reward, its return, and what the group makes of that.
@@ -45,6 +52,9 @@ def turn_columns(
             turns that have a baseline, at least 0.1, or `"none"`. It is known before any value is.
         accelerator (`accelerate.Accelerator`):
             Knows the other ranks.
+        min_scale (`float`, *optional*, defaults to `0.1`):
+            Smallest divisor. Where values are to give advantages, too, it should be 1: groups that all did the same
+            would otherwise blow those up.
 
     Returns:
         `dict[str, torch.Tensor]`: Columns of the batch:
@@ -65,7 +75,7 @@ def turn_columns(
     advantages = torch.where(has_baseline, returns - baseline, 0.0)
     divisor = rewards.new_ones(())
     if scale == "batch" and has_baseline.any():
-        divisor = advantages[has_baseline].std(correction=0).clamp(min=MIN_SCALE)
+        divisor = advantages[has_baseline].std(correction=0).clamp(min=min_scale)
     return {
         "turn_ids": turn_ids,
         "turn_rewards": rewards[own],
@@ -111,6 +121,11 @@ class Critic:
         self._mode, self._gamma, self._lam, self._clip_range = mode, gamma, lam, clip_range
         self._sums: dict[str, torch.Tensor] = {}
 
+    @property
+    def gives_advantages(self) -> bool:
+        """Whether advantages come from its values, at least in part."""
+        return self._mode in ("gae", "hybrid")
+
     def settle(self, batch: Batch, recorder: ValueRecorder, *, learn: bool) -> None:
         """
         Give a batch its advantages, and its returns what would have followed a cut, from the values of this pass or of
@@ -128,20 +143,20 @@ class Critic:
                 Whether the batch counts for [`end_step`].
         """
         turn_ids, rewards = batch["turn_ids"], batch["turn_rewards"]
-        num_tokens, counts = turn_ids.size(1), turn_ids.amax(dim=1) + 1
-        values = batch["old_values"] if "old_values" in batch else recorder.values(num_tokens).detach()
+        counts = turn_ids.amax(dim=1) + 1
+        values = batch["old_values"] if "old_values" in batch else recorder.values().detach()
         values = first_tokens(values, turn_ids, rewards.size(1))
         bootstrap, targets = None, batch["turn_returns"]
         if "is_cut" in batch:
             is_kept = "old_values_after" in batch
-            after = batch["old_values_after"] if is_kept else recorder.values_after(num_tokens).detach()
+            after = batch["old_values_after"] if is_kept else recorder.values_after().detach()
             last = (batch["completion_mask"].sum(dim=1) - 1).clamp(min=0)
             bootstrap = after.gather(1, last.unsqueeze(1)).squeeze(1) * batch["is_cut"]
             targets = returns_to_go(rewards, counts, self._gamma, bootstrap)
         if learn:
             self._count(values, targets, counts, batch)
         batch["turn_returns"] = targets
-        if self._mode not in ("gae", "hybrid"):
+        if not self.gives_advantages:
             return
         weight = batch.get("mixing_weight", self.mixing.value) if self._mode == "hybrid" else 1.0
         estimate = turn_gae(rewards, values, counts, gamma=self._gamma, lam=self._lam, bootstrap=bootstrap)
@@ -151,9 +166,11 @@ class Critic:
     def _count(self, values: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, batch: Batch) -> None:
         # In double: a variance is a small difference of large sums.
         mask, has_baseline = turn_mask(counts, values.size(1)), batch["turn_has_baseline"]
-        value, target = values[mask].double(), targets[mask].double()
-        left = batch["turn_advantages"][has_baseline].double()
-        error = (batch["turn_returns"] - values)[has_baseline].double()
+        value, target = (torch.where(mask, each, 0).double() for each in (values, targets))
+        left, error = (
+            torch.where(has_baseline, each, 0).double()
+            for each in (batch["turn_advantages"], batch["turn_returns"] - values)
+        )
         shift = left - error  # the value less the group's baseline
         sums = {
             "num": mask.sum(),
@@ -168,10 +185,15 @@ class Critic:
             "products": (left * shift).sum(),
             "squares": shift.square().sum(),
         }
+        self._add(sums)
+
+    def _add(self, sums: Mapping[str, torch.Tensor]) -> None:
         for name, figure in sums.items():
             self._sums[name] = self._sums.get(name, 0) + figure.double()
 
-    def loss(self, batch: Batch, recorder: ValueRecorder, num_turns: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, batch: Batch, recorder: ValueRecorder, num_turns: torch.Tensor, *, learn: bool = True
+    ) -> torch.Tensor:
         """
         The squared error of the values, each turn with the same weight.
 
@@ -182,19 +204,25 @@ class Critic:
                 Has the values of this pass.
             num_turns (`torch.Tensor`):
                 Turns in an update, per process.
+            learn (`bool`, *optional*, defaults to `True`):
+                Whether it counts for [`end_step`].
 
         Returns:
             `torch.Tensor`: A scalar.
         """
         turn_ids = batch["turn_ids"]
-        return value_loss(
-            recorder.values(turn_ids.size(1)),
+        loss = value_loss(
+            recorder.values(),
             to_tokens(batch["turn_returns"], turn_ids),
             turn_ids,
             num_turns=num_turns,
+            max_turns=batch["turn_returns"].size(1),
             old_values=batch.get("old_values"),
             clip_range=self._clip_range if "old_values" in batch else None,
         )
+        if learn:
+            self._add({"losses": loss.detach(), "num_losses": torch.ones_like(loss.detach())})
+        return loss
 
     def end_step(self, add_up: Sum) -> dict[str, float]:
         """
@@ -207,6 +235,7 @@ class Critic:
         Returns:
             `dict[str, float]`: How well it does. What is undefined is left out:
 
+                - `value/loss`: mean loss of the micro-batches.
                 - `value/explained_variance`: share of the variance of its targets that values explain.
                 - `value/ev_vs_group`: share of what the group's baselines leave that values would explain instead.
                 - `value/mixing_weight`: what `"hybrid"` will give it next.
@@ -217,8 +246,11 @@ class Critic:
         # The order of the sums is that of the code, on every rank.
         total = add_up(torch.stack(list(self._sums.values()))).tolist()
         sums, self._sums = dict(zip(self._sums, total, strict=True)), {}
+        metrics = {"value/loss": sums["losses"] / sums["num_losses"]} if "losses" in sums else {}
+        if "num" not in sums:
+            return metrics
         self.mixing.update(sums["products"], sums["squares"])
-        metrics = {"value/mixing_weight": self.mixing.value}
+        metrics["value/mixing_weight"] = self.mixing.value
         if not (num := sums["num"]):
             return metrics
         metrics |= {"value/mean": sums["values"] / num, "value/return_mean": sums["targets"] / num}

@@ -47,5 +47,7 @@ def kl_of_masked(
     Returns:
         `torch.Tensor`: A scalar, to be multiplied by `beta` and added to the loss.
     """
-    kl = per_token_kl(logps, inputs["ref_per_token_logps"], inputs["old_per_token_logps"] if is_corrected else None)
+    # Where TRL has computed none, the policy is still the one that sampled.
+    old_logps = inputs.get("old_per_token_logps", logps.detach()) if is_corrected else None
+    kl = per_token_kl(logps, inputs["ref_per_token_logps"], old_logps)
     return denominator(kl, inputs["masked"], inputs["completion_mask"] * inputs["tool_mask"])

@@ -22,9 +22,10 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sign:
-    """Something that should not be: when it shows, for how many steps in a row, and what to say."""
+    """Something that should not be: what it is told by, when it shows, for how many times in a row, and what to say."""
 
     name: str
+    keys: tuple[str, ...]
     shows: Callable[[Metrics], bool]
     sentence: Callable[[Metrics], str]
     patience: int = 1
@@ -33,7 +34,8 @@ class _Sign:
 _SIGNS = (
     _Sign(
         name="ratio",
-        shows=lambda m: "align/score" in m and abs(m.get("ratio/p50", 1.0) - 1) > MAX_RATIO_DIFFERENCE,
+        keys=("align/score", "ratio/p50"),  # the former only before any update
+        shows=lambda m: abs(m["ratio/p50"] - 1) > MAX_RATIO_DIFFERENCE,
         sentence=lambda m: (
             f"Before any update, the ratio of the policy to the sampler should be 1, but its median is {m['ratio/p50']:.3f}: "
             "the sampler and the trainer do not see the same model, prompt or temperature. Check that nothing changes the "
@@ -42,7 +44,8 @@ _SIGNS = (
     ),
     _Sign(
         name="alignment",
-        shows=lambda m: m.get("align/score", 1.0) < MIN_ALIGNMENT,
+        keys=("align/score",),
+        shows=lambda m: m["align/score"] < MIN_ALIGNMENT,
         sentence=lambda m: (
             f"Only {m['align/score']:.1%} of the tokens have the same log-probability in sampler and trainer (mean "
             f"difference {m['align/logp_mae']:.3f} nats). Use the same precision on both sides (try `bf16=False`, or "
@@ -51,7 +54,8 @@ _SIGNS = (
     ),
     _Sign(
         name="active fraction",
-        shows=lambda m: m.get("mask/active_fraction", 1.0) < MIN_ACTIVE_FRACTION,
+        keys=("mask/active_fraction",),
+        shows=lambda m: m["mask/active_fraction"] < MIN_ACTIVE_FRACTION,
         sentence=lambda m: (
             f"The policy loss sees only {m['mask/active_fraction']:.0%} of the sampled tokens; the schema mask leaves out the "
             'rest. Raise `schema_mask_min_prob` or `min_unforced_fraction`, or set `schema_mask="off"`.'
@@ -60,7 +64,8 @@ _SIGNS = (
     ),
     _Sign(
         name="spread",
-        shows=lambda m: m.get("frac_reward_zero_std", 0.0) == 1,
+        keys=("frac_reward_zero_std", "reward"),
+        shows=lambda m: m["frac_reward_zero_std"] == 1,
         sentence=lambda m: (
             f"In {PATIENCE} batches in a row, all attempts of each group had the same reward (mean {m['reward']:.2f}), so there "
             "was nothing to learn. Use tasks that the policy solves sometimes, a reward with more steps, a higher "
@@ -70,7 +75,8 @@ _SIGNS = (
     ),
     _Sign(
         name="tools",
-        shows=lambda m: m.get("tools/call_frequency", 1.0) == 0,
+        keys=("tools/call_frequency",),
+        shows=lambda m: m["tools/call_frequency"] == 0,
         sentence=lambda _: (
             f"In {PATIENCE} batches in a row, no tool was called. Say in the prompt that tools are to be used, train on calls "
             "first, or set `first_call_retries` and `bootstrap_steps`."
@@ -100,7 +106,7 @@ class Health:
 
         Args:
             metrics (`Mapping[str, float]`):
-                Its figures.
+                Its own figures. Those of a batch are only there in the step that rolled it out.
             is_on_policy (`bool`, *optional*, defaults to `False`):
                 Whether each batch is used for one update, so that every ratio is 1.
 
@@ -115,8 +121,8 @@ class Health:
             )
         for sign in _SIGNS:
             count = self._counts.get(sign.name, 0)
-            if count >= sign.patience:
-                continue  # said before
+            if count >= sign.patience or not all(key in metrics for key in sign.keys):
+                continue  # said before, or nothing new to tell by
             self._counts[sign.name] = count + 1 if sign.shows(metrics) else 0
             if self._counts[sign.name] == sign.patience:
                 self._say(sign.sentence(metrics))

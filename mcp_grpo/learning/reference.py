@@ -2,10 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -27,6 +27,32 @@ _REFERENCE_ADAPTER = "ref"  # the name that TRL looks for
 _NUM_SYNCS = "num_syncs"
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
+_MAX_AT_ONCE = 2**18  # numbers: fewer calls the more there are, but they are copied
+
+
+class _Slot(NamedTuple):
+    """Where a parameter is kept. It is read there each time, since sharding replaces parameters."""
+
+    owner: nn.Module
+    leaf: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.owner._parameters[self.leaf]
+        assert parameter is not None
+        return parameter
+
+
+class _Pair(NamedTuple):
+    """A parameter of the reference, and what it follows."""
+
+    name: str
+    policy: torch.Tensor
+    reference: torch.Tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(isinstance(each, DTensor) or _is_zero3(each) for each in _members([self]))
 
 
 class MovingReference:
@@ -37,11 +63,10 @@ class MovingReference:
     as a copy of "default", unless TRL has done so; it has no dropout and is never trained. It is the factors of the
     adapter that are averaged, not their product. Without adapters the reference is TRL's `ref_model`.
 
-    Parameters are looked up by name each time, since sharding replaces them. What the policy does not train, buffers
-    and the value head are left alone. Averages are kept in float32: in bfloat16, one hundredth of a small difference
-    is rounded away, and the reference would not move at all.
+    What the policy does not train, buffers and the value head are left alone. Averages are kept in float32: in bfloat16,
+    one hundredth of a small difference is rounded away, and the reference would not move at all.
 
-    On several processes, all must call `sync`, `distance`, `num_differing`, `state_dict`, `save` and `load` together.
+    On several processes, all must call `sync`, `difference`, `state_dict`, `save` and `load` together.
 
     Args:
         policy (`PreTrainedModel` or `PeftModel`):
@@ -78,17 +103,18 @@ class MovingReference:
             )
         if isinstance(policy, PeftModel):
             _ensure_reference_adapter(policy)
-            self._names = _adapter_names(policy)
-            self._reference: nn.Module = policy
+            names = _adapter_names(policy)
+            self._models = [policy]
         elif reference is None:
             raise SettingsError(
                 "A policy without adapters needs a `reference` to move. TRL makes one, `trainer.ref_model`, if `beta` is "
                 "not 0."
             )
         else:
-            self._names = _shared_names(policy, reference)
-            self._reference = reference
-        self._policy = policy
+            names = _shared_names(policy, reference)
+            self._models = [policy, reference]
+        ours, theirs = _slots(self._models[0]), _slots(self._models[-1])
+        self._slots = {name: (ours[name], theirs[other]) for name, other in names.items()}
         self._mode = mode
         self._decay = decay
         self._shadows: dict[str, torch.Tensor] = {}
@@ -97,29 +123,28 @@ class MovingReference:
     @torch.no_grad()
     def sync(self) -> None:
         """Move the reference towards the policy, or onto it."""
-        for name, policy, reference in self._pairs():
-            with _whole(policy, reference) as is_writer:
+        for pairs in self._batches():
+            with _whole(_members(pairs)) as is_writer:
                 if is_writer:
-                    self._write(name, policy, reference, 0.0 if self._mode == "hard" else self._decay)
+                    self._write(pairs, 0.0 if self._mode == "hard" else self._decay)
         self.num_syncs += 1
 
-    def distance(self) -> float:
+    @torch.no_grad()
+    def difference(self) -> tuple[float, int]:
         """
-        How far the reference is from the policy.
+        How far the reference is from the policy, over all parameters that are averaged and all processes.
 
         Returns:
-            `float`: Euclidean norm of the difference, over all parameters that are averaged and all processes.
+            `tuple[float, int]`: Euclidean norm of the difference, and how many elements differ from the policy's, cast to
+            the reference's dtype.
         """
-        return math.sqrt(self._sum(lambda policy, reference: (policy - reference).float().square().sum()))
-
-    def num_differing(self) -> int:
-        """
-        How many numbers tell the reference from the policy.
-
-        Returns:
-            `int`: Elements of the averaged parameters that differ from the policy's, cast to the reference's dtype.
-        """
-        return int(self._sum(lambda policy, reference: (policy != reference).sum()))
+        figures: list[torch.Tensor] = []
+        for pairs in self._batches():
+            with _whole(_members(pairs), is_changed=False):
+                figures.append(_compared(pairs))
+        # Read back once, for every time waits for the device.
+        squares, num_differing = torch.stack([each.to(figures[0].device) for each in figures]).sum(dim=0).tolist()
+        return math.sqrt(squares), int(num_differing)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -131,14 +156,14 @@ class MovingReference:
             only `num_syncs`.
         """
         state = {_NUM_SYNCS: torch.tensor(self.num_syncs)}
-        for name, _, reference in self._pairs():
-            with _whole(reference, is_changed=False) as is_writer:
+        for pair in self._pairs():
+            with _whole([pair.reference], is_changed=False) as is_writer:
                 if not is_writer:
                     continue
-                average = self._average(name, reference)
+                average = self._average(pair)
                 average = average.full_tensor() if isinstance(average, DTensor) else average
                 if _is_main():
-                    state[_key(name)] = average.detach().to("cpu", copy=True).contiguous()
+                    state[_key(pair.name)] = average.detach().to("cpu", copy=True).contiguous()
         return state
 
     @torch.no_grad()
@@ -153,16 +178,16 @@ class MovingReference:
         Raises:
             [`SettingsError`]: If the state is of other parameters.
         """
-        expected = {_NUM_SYNCS, *map(_key, self._names)}
+        expected = {_NUM_SYNCS, *map(_key, self._slots)}
         if wrong := expected.symmetric_difference(state):
             raise SettingsError(
                 f"The saved reference is not one of this policy: {_listed(wrong)} is only on one side. Train the same "
                 "parameters as before, with the same adapter settings, or start anew."
             )
         for name, _, reference in self._pairs():
-            with _whole(reference) as is_writer:
+            with _whole([reference]) as is_writer:
                 if is_writer:
-                    self._write(name, _placed(state[_key(name)], reference), reference, 0.0)
+                    self._write([_Pair(name, _placed(state[_key(name)], reference), reference)], 0.0)
         self.num_syncs = int(state[_NUM_SYNCS])
 
     def save(self, folder: str | Path) -> None:
@@ -195,13 +220,34 @@ class MovingReference:
         self.load_state_dict(load_file(file))
         return True
 
-    def _pairs(self) -> Generator[tuple[str, nn.Parameter, nn.Parameter]]:
-        policy, reference = _parameters(self._policy), _parameters(self._reference)
-        for name, other in self._names.items():
-            yield name, policy[name], reference[other]
+    def _pairs(self) -> Generator[_Pair]:
+        if torch.distributed.is_initialized():
+            for model in self._models:
+                _reshard(model)
+        for name, (policy, reference) in self._slots.items():
+            yield _Pair(name, policy.parameter, reference.parameter)
 
-    def _average(self, name: str, reference: nn.Parameter) -> torch.Tensor:
+    def _batches(self) -> Generator[list[_Pair]]:
+        """Pairs on one device to handle together, which takes fewer calls. Those that are sharded come alone."""
+        batch: list[_Pair] = []
+        size = 0
+        for pair in self._pairs():
+            size += pair.reference.numel()
+            if batch and (
+                size > _MAX_AT_ONCE
+                or pair.is_sharded
+                or batch[-1].is_sharded
+                or pair.reference.device != batch[-1].reference.device
+            ):
+                yield batch
+                batch, size = [], pair.reference.numel()
+            batch.append(pair)
+        if batch:
+            yield batch
+
+    def _average(self, pair: _Pair) -> torch.Tensor:
         """What is averaged: the reference itself, or its shadow where its dtype is too coarse."""
+        name, _, reference = pair
         if self._mode == "hard" or torch.finfo(reference.dtype).bits >= 32:
             return reference
         if name not in self._shadows:
@@ -210,24 +256,35 @@ class MovingReference:
             self._shadows[name] = reference.to(device, torch.float32)
         return self._shadows[name]
 
-    def _write(self, name: str, new: torch.Tensor, reference: nn.Parameter, decay: float) -> None:
-        average = self._average(name, reference)
-        new = new.to(average.device, average.dtype)
+    def _write(self, pairs: Sequence[_Pair], decay: float) -> None:
+        averages = [self._average(pair) for pair in pairs]
+        new = [pair.policy.to(each.device, each.dtype) for pair, each in zip(pairs, averages, strict=True)]
         if decay:
-            average.add_(new - average, alpha=1 - decay)  # rounds less than a sum of two products
-        else:
-            average.copy_(new)
-        if average is not reference:
-            reference.copy_(average)
+            steps = torch._foreach_sub(new, averages)  # type: ignore[reportPrivateImportUsage]
+            # Rounds less than a sum of two products.
+            torch._foreach_add_(averages, steps, alpha=1 - decay)  # type: ignore[reportPrivateImportUsage]
+        for pair, average, value in zip(pairs, averages, new, strict=True):
+            if not decay:
+                average.copy_(value)
+            if average is not pair.reference:
+                pair.reference.copy_(average)
 
-    @torch.no_grad()
-    def _sum(self, measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        total = 0.0
-        for _, policy, reference in self._pairs():
-            with _whole(policy, reference, is_changed=False):
-                value = measure(policy.to(reference.dtype), reference)
-            total += (value.full_tensor() if isinstance(value, DTensor) else value).item()
-        return total
+
+def _compared(pairs: Sequence[_Pair]) -> torch.Tensor:
+    """Sum of the squares of all differences, and the number of those that are not 0."""
+    policy = _joined([pair.policy.to(pair.reference.device, pair.reference.dtype) for pair in pairs])
+    reference = _joined([pair.reference for pair in pairs])
+    figures = [(policy - reference).float().square().sum(), (policy != reference).sum()]
+    figures = [figure.full_tensor() if isinstance(figure, DTensor) else figure for figure in figures]
+    return torch.stack([figure.double() for figure in figures])
+
+
+def _members(pairs: Sequence[_Pair]) -> list[torch.Tensor]:
+    return [each for pair in pairs for each in (pair.policy, pair.reference)]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _ensure_reference_adapter(policy: PeftModel) -> None:
@@ -307,11 +364,23 @@ def _is_of_value_head(name: str) -> bool:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters as they are stored, by the names they have in a model without wrappers."""
+    """Parameters, by the names they have in a model without wrappers."""
+    return {_plain(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Where they are kept, by the same names."""
+    return {
+        _plain(f"{prefix}.{leaf}" if prefix else leaf): _Slot(owner, leaf)
+        for prefix, owner in model.named_modules()
+        for leaf in owner._parameters
+    }
+
+
+def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # some are left whole after a forward pass: stale to read, and not kept if written
-    return {_plain(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _plain(name: str) -> str:
@@ -343,7 +412,7 @@ def _is_zero3(parameter: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _whole(*parameters: nn.Parameter, is_changed: bool = True) -> Generator[bool]:
+def _whole(parameters: Sequence[torch.Tensor], is_changed: bool = True) -> Generator[bool]:
     """Parameters that DeepSpeed has split put together, and whether this process is to write them."""
     if not any(map(_is_zero3, parameters)):
         yield True

@@ -1,20 +1,18 @@
 """Which tokens of a tool call leave the policy loss, because the policy had no choice in them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from mcp_grpo.learning.diagnostics import Ratio
 from mcp_grpo.types import Segment, Task, TokenRole, Trajectory
 
 
 Gather = Callable[[list[Any]], list[Any]]
-
-Candidate = tuple[int, int]
-"""A token that could be masked: its trajectory and its place."""
-
 
 RolesOf = Callable[[Segment, Sequence[Mapping[str, Any]]], tuple[TokenRole, ...]]
 """Tells syntax from choices in a turn that the policy sampled, given the schemas of the tools that were offered."""
@@ -92,6 +90,29 @@ def with_roles(trajectory: Trajectory, roles_of: RolesOf, tools: Sequence[Mappin
     return replace(trajectory, roles=tuple(chain.from_iterable(found)))
 
 
+def with_candidates(trajectory: Trajectory, rule: MaskRule) -> Trajectory:
+    """
+    Mask what a rule names, as if it had no floors.
+
+    Args:
+        trajectory (`Trajectory`):
+            A finished trajectory with roles.
+        rule (`MaskRule`):
+            Which tokens.
+
+    Returns:
+        [`Trajectory`]: The same with `masked`; nothing of one that is not learnt from.
+    """
+    assert trajectory.roles is not None
+    if not trajectory.is_learnt_from:
+        return replace(trajectory, masked=(False,) * len(trajectory.roles))
+    least = math.log(rule.min_prob) if rule.min_prob > 0 else -math.inf
+    forced, opening = TokenRole.FORCED, TokenRole.TRIGGER if rule.mask_trigger else TokenRole.FORCED
+    pairs = zip(trajectory.roles, trajectory.logprobs, strict=True)
+    masked = [(role is forced or role is opening) and logprob >= least for role, logprob in pairs]
+    return replace(trajectory, masked=tuple(masked))
+
+
 def with_masks(
     trajectories: Sequence[Trajectory], rule: MaskRule, gather: Gather = list, rank: int = 0
 ) -> tuple[list[Trajectory], dict[str, Ratio]]:
@@ -100,7 +121,8 @@ def with_masks(
 
     Args:
         trajectories (`Sequence[Trajectory]`):
-            Trajectories with roles, of this process.
+            Trajectories with roles, of this process. From those that have `masked` already, only the floors bring
+            tokens back.
         rule (`MaskRule`):
             Which tokens.
         gather (`Callable[[list], list]`, *optional*):
@@ -116,66 +138,50 @@ def with_masks(
             - `mask/straddling_fraction`: share of the sampled tokens that are syntax and a choice in one.
             - `mask/relaxed_fraction`: share of the tokens that would be masked, but for the floors.
     """
-    least = math.log(rule.min_prob) if rule.min_prob > 0 else -math.inf
-    maskable = [TokenRole.FORCED, *([TokenRole.TRIGGER] if rule.mask_trigger else [])]
-    masked = [[False] * len(trajectory.completion_ids) for trajectory in trajectories]
-    candidates: list[Candidate] = []
-    num_sampled = num_forced = num_straddling = 0
-    for row, trajectory in enumerate(trajectories):
-        if not trajectory.is_learnt_from:
-            continue
-        assert trajectory.roles is not None
-        num_sampled += sum(len(segment.token_ids) for segment in trajectory.segments if segment.sampled)
-        num_forced += trajectory.roles.count(TokenRole.FORCED)
-        num_straddling += trajectory.roles.count(TokenRole.STRADDLING)
-        logprobs = trajectory.logprobs
-        for place in sorted(place for role in maskable for place in _places(trajectory.roles, role)):
-            if logprobs[place] >= least:
-                candidates.append((row, place))
-                masked[row][place] = True
-    relaxed = _relaxed(candidates, trajectories, num_sampled, rule, gather, rank)
-    for row, place in relaxed:
-        masked[row][place] = False
-    return [replace(t, masked=tuple(own)) for t, own in zip(trajectories, masked, strict=True)], {
-        "mask/masked_fraction": Ratio(total=len(candidates) - len(relaxed), count=num_sampled),
+    found = [t if t.masked is not None else with_candidates(t, rule) for t in trajectories]
+    learnt = [t for t in found if t.is_learnt_from]
+    num_sampled = sum(len(segment.token_ids) for t in learnt for segment in t.segments if segment.sampled)
+    num_forced, num_straddling = (
+        sum((t.roles or ()).count(role) for t in learnt) for role in (TokenRole.FORCED, TokenRole.STRADDLING)
+    )
+    num_candidates = sum((t.masked or ()).count(True) for t in learnt)
+    counts = gather([(num_sampled, num_candidates)])
+    num_to_relax = rule.num_to_relax(sum(count for count, _ in counts), sum(count for _, count in counts))
+    num_relaxed = 0
+    if num_to_relax:
+        found, num_relaxed = _relaxed(found, num_to_relax, gather, rank)
+    return found, {
+        "mask/masked_fraction": Ratio(total=num_candidates - num_relaxed, count=num_sampled),
         "mask/forced_fraction": Ratio(total=num_forced, count=num_sampled),
         "mask/straddling_fraction": Ratio(total=num_straddling, count=num_sampled),
-        "mask/relaxed_fraction": Ratio(total=len(relaxed), count=len(candidates)),
+        "mask/relaxed_fraction": Ratio(total=num_relaxed, count=num_candidates),
     }
 
 
-def _places(roles: tuple[TokenRole, ...], role: TokenRole) -> Iterator[int]:
-    """Where a role stands, without a look in Python at every token."""
-    place = -1
-    for _ in range(roles.count(role)):
-        place = roles.index(role, place + 1)
-        yield place
-
-
 def _relaxed(
-    candidates: list[Candidate],
-    trajectories: Sequence[Trajectory],
-    num_sampled: int,
-    rule: MaskRule,
-    gather: Gather,
-    rank: int,
-) -> list[Candidate]:
-    """The candidates of this process that come back, the least probable of all processes first."""
-    counts = gather([(num_sampled, len(candidates))])
-    num_to_relax = rule.num_to_relax(sum(count for count, _ in counts), sum(count for _, count in counts))
-    if not num_to_relax:
-        return []
-    # One list for each process, in the order of ranks.
-    logprobs = gather([[trajectories[row].logprobs[place] for row, place in candidates]])
-    everyone = sorted(
-        (logprob, owner, index) for owner, own in enumerate(logprobs) for index, logprob in enumerate(own)
-    )
-    return [candidates[index] for _, owner, index in everyone[:num_to_relax] if owner == rank]
+    trajectories: list[Trajectory], num_to_relax: int, gather: Gather, rank: int
+) -> tuple[list[Trajectory], int]:
+    """Trajectories without the masks that come back, the least probable of all processes first, and how many those are."""
+    masked = [np.array(t.masked, dtype=np.bool_) & t.is_learnt_from for t in trajectories]
+    own = np.concatenate([np.array(t.logprobs)[mask] for t, mask in zip(trajectories, masked, strict=True)])
+    everyone = gather([own])  # one array for each process, in the order of ranks
+    first = sum(map(len, everyone[:rank]))
+    places = np.argsort(np.concatenate(everyone), kind="stable")[:num_to_relax] - first
+    stays = np.ones(len(own), dtype=np.bool_)
+    stays[places[(places >= 0) & (places < len(own))]] = False
+    ends = np.cumsum([mask.sum() for mask in masked])
+    for mask, kept in zip(masked, np.split(stays, ends[:-1]), strict=True):
+        mask[mask] = kept
+    done = [replace(t, masked=tuple(mask.tolist())) for t, mask in zip(trajectories, masked, strict=True)]
+    return done, int((~stays).sum())
 
 
 class SchemaMask:
     """
     Tells syntax from choices in trajectories, and chooses what the policy loss leaves out.
+
+    Nearly all of it can be done with each trajectory as it ends, by [`mark`], while others are still being generated. What
+    is left takes the whole batch, and little time: the floors.
 
     Args:
         roles_of (`Callable`):
@@ -187,6 +193,22 @@ class SchemaMask:
     def __init__(self, roles_of: RolesOf, rule: MaskRule | None) -> None:
         self._roles_of = roles_of
         self._rule = rule
+
+    def mark(self, trajectory: Trajectory, tools: Sequence[Mapping[str, Any]]) -> Trajectory:
+        """
+        Tell syntax from choices in one trajectory, and mask what the rule names, as if it had no floors.
+
+        Args:
+            trajectory (`Trajectory`):
+                A finished trajectory.
+            tools (`Sequence[Mapping[str, Any]]`):
+                Schemas of the tools that were offered.
+
+        Returns:
+            [`Trajectory`]: The same with `roles`, and with `masked` if there is a rule.
+        """
+        found = with_roles(trajectory, self._roles_of, tools)
+        return found if self._rule is None else with_candidates(found, self._rule)
 
     def __call__(
         self,
@@ -200,7 +222,7 @@ class SchemaMask:
 
         Args:
             trajectories (`Sequence[Trajectory]`):
-                Finished trajectories of this process.
+                Finished trajectories of this process. Those that are not marked yet, are here.
             tools_for (`Callable[[Task], Sequence[Mapping[str, Any]]]`):
                 Schemas of the tools that a task may use.
             gather (`Callable[[list], list]`, *optional*):
@@ -212,5 +234,5 @@ class SchemaMask:
             `tuple[list[Trajectory], dict[str, Ratio]]`: The same with `roles` and `masked`, and what [`with_masks`] says
             about them.
         """
-        found = [with_roles(trajectory, self._roles_of, tools_for(trajectory.task)) for trajectory in trajectories]
+        found = [t if t.roles is not None else self.mark(t, tools_for(t.task)) for t in trajectories]
         return (found, {}) if self._rule is None else with_masks(found, self._rule, gather, rank)

@@ -11,6 +11,7 @@ from mcp_grpo.learning.extras import per_token_kl
 ALIGNED_WITHIN = 0.1  # nats between the sampler's and the trainer's log-probability of a token
 MAX_DIFFERENCE = 20.0
 QUANTILES = (0.1, 0.5, 0.9)
+MAX_SAMPLES = 2**16  # of each rank, for `torch.quantile` takes 2**24 in all
 
 
 def token_sums(
@@ -71,7 +72,8 @@ def token_sums(
         sums["aligned"] = ((difference.abs() < ALIGNED_WITHIN) * active).sum()
     if ref_logps is not None:
         kl = per_token_kl(logps, ref_logps.detach().float())
-        sums["kl_active"], sums["kl_sampled"] = (kl * active).sum(), (kl * sampled).sum()
+        # Not times the mask: a divergence without end of a token that does not count is not a number even then.
+        sums["kl_active"], sums["kl_sampled"] = (torch.where(mask > 0, kl, 0).sum() for mask in (active, sampled))
     return sums
 
 
@@ -122,7 +124,7 @@ def ratio_quantiles(
     logps: torch.Tensor, sampling_logps: torch.Tensor, active: torch.Tensor, accelerator: Any
 ) -> dict[str, float]:
     """
-    Quantiles of the ratio over the tokens in the loss, of all ranks.
+    Quantiles of the ratio over the tokens in the loss, of all ranks. Of very many tokens, only every n-th counts.
 
     Args:
         logps (`torch.Tensor` of shape `(B, T)`):
@@ -138,6 +140,7 @@ def ratio_quantiles(
         `dict[str, float]`: `ratio/p10`, `ratio/p50` and `ratio/p90`; nothing if there are no tokens.
     """
     found = (logps.detach() - sampling_logps)[active.bool()].float()
+    found = found[:: max(1, -(-len(found) // MAX_SAMPLES))]
     if accelerator.num_processes > 1:
         found = accelerator.gather(accelerator.pad_across_processes(found, dim=0, pad_index=torch.nan))
     found = found[~found.isnan()]

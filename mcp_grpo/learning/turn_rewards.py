@@ -52,6 +52,11 @@ class TurnRewards:
 
     def _sums(self, index: int, rewards: Iterable[Any]) -> list[float | None]:
         rewards = list(rewards)
+        if any(turn is None for reward in rewards if _is_list(reward) for turn in reward):
+            raise SettingsError(
+                f"The reward function {self._names[index]!r} returned a list of rewards with `None` in it. Give every turn a "
+                "number, or return `None` for the whole trajectory."
+            )
         given = [list(map(float, reward)) if _is_list(reward) else None for reward in rewards]
         self.given[index] = given
         return [reward if turns is None else math.fsum(turns) for reward, turns in zip(rewards, given, strict=True)]

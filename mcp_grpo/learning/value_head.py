@@ -98,11 +98,11 @@ class ValueHead(nn.Module):
 @dataclass
 class FusedValueOutput(FusedCausalLMOutput):
     """
-    Output of a model with a value head, called with `fused_lm_head=True`.
+    Output of a model with a value head, called with `fused_lm_head=True` and `num_values`.
 
     Args:
-        value_preds (`torch.Tensor` of shape `(B, L)`):
-            Value of the state after each token of the input, prompt and padding included. Every other field is TRL's.
+        value_preds (`torch.Tensor` of shape `(B, num_values)`):
+            Value of the state after each of the last tokens of the input, padding included. Every other field is TRL's.
     """
 
     value_preds: torch.Tensor | None = None
@@ -118,8 +118,8 @@ def add_value_head(
     """
     Add a value head to a model that TRL has given a fused LM head.
 
-    `model(..., labels=labels, fused_lm_head=True)` then returns a [`FusedValueOutput`]. Every other call is as before, and
-    so is generation. The random state is left as it was.
+    `model(..., labels=labels, fused_lm_head=True, num_values=n)` then returns a [`FusedValueOutput`] with the values of
+    the last `n` positions. Every other call is as before, and so is generation. The random state is left as it was.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -156,9 +156,9 @@ def add_value_head(
     fused_forward = lm.forward.__func__
 
     @functools.wraps(type(lm).forward)  # `generate` checks its arguments against this signature
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return fused_forward(self, *args, **kwargs)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, num_values: int = 0, **kwargs: Any) -> Any:
+        if not (fused_lm_head and num_values):
+            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         hidden: list[torch.Tensor] = []
         hook = self.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
         try:
@@ -166,7 +166,7 @@ def add_value_head(
         finally:
             hook.remove()
         # Inside the forward pass, and part of its output: wrappers such as DDP and FSDP see nothing else.
-        return FusedValueOutput(**output, value_preds=self.value_head(hidden[0]))
+        return FusedValueOutput(**output, value_preds=self.value_head(hidden[0][:, -num_values:]))
 
     lm.forward = types.MethodType(forward, lm)
     return head
@@ -181,55 +181,51 @@ class ValueRecorder:
 
     Args:
         model (`Callable`):
-            Model with a value head, which may be wrapped for several processes. A model without one, such as a
-            reference, is called all the same.
+            Model with a value head, which may be wrapped for several processes.
+        num_tokens (`int`, *optional*):
+            Length `T` of the completions: values are asked for only there. If not given, nothing is asked, and the
+            model gives values of its own accord or none.
 
     Example:
 
     ```python
-    recorder = ValueRecorder(model)
+    recorder = ValueRecorder(model, num_tokens)
     logps, entropies, _ = trainer._get_per_token_logps_and_entropies(recorder, input_ids, attention_mask, num_tokens)
-    values = recorder.values(num_tokens)  # same shape as `logps`
+    values = recorder.values()  # same shape as `logps`
     ```
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, num_tokens: int | None = None) -> None:
         self._model = model
+        # Before the first token, and after each.
+        self._asks = {} if num_tokens is None else {"num_values": num_tokens + 1}
         self._parts: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._model(*args, **kwargs)
+        output = self._model(*args, **self._asks, **kwargs)
         if isinstance(output, FusedValueOutput) and output.value_preds is not None:
             self._parts.append(output.value_preds)
         return output
 
-    def values(self, num_tokens: int) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """
         Values of the states that completion tokens were chosen in.
-
-        Args:
-            num_tokens (`int`):
-                Length `T` of the completions.
 
         Returns:
             `torch.Tensor` of shape `(B, T)`: At `t`, the value before completion token `t`, which lines up with its
             log-probability.
         """
-        return self._recorded()[:, -(num_tokens + 1) : -1]
+        return self._recorded()[:, :-1]
 
-    def values_after(self, num_tokens: int) -> torch.Tensor:
+    def values_after(self) -> torch.Tensor:
         """
         Values of the states that completion tokens led to.
-
-        Args:
-            num_tokens (`int`):
-                Length `T` of the completions.
 
         Returns:
             `torch.Tensor` of shape `(B, T)`: At `t`, the value after completion token `t`. That of the last token of a
             trajectory that was cut short stands for what it did not live to see.
         """
-        return self._recorded()[:, -num_tokens:]
+        return self._recorded()[:, 1:]
 
     def _recorded(self) -> torch.Tensor:
         if not self._parts:
@@ -342,7 +338,8 @@ def value_head_from_pretrained(model: Any, folder: str | Path) -> ValueHead:
 
     inputs = tokenizer("2+3?", return_tensors="pt")
     with torch.no_grad():
-        output = model(**inputs, labels=inputs["input_ids"], fused_lm_head=True)
+        num_values = inputs["input_ids"].size(1)
+        output = model(**inputs, labels=inputs["input_ids"], fused_lm_head=True, num_values=num_values)
     for token, value in zip(inputs["input_ids"][0], output.value_preds[0]):
         print(f"{value:6.2f} after {tokenizer.decode(token)!r}")
     ```

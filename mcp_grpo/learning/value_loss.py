@@ -5,7 +5,9 @@ import torch
 from mcp_grpo.errors import SettingsError
 
 
-def turn_weights(turn_ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def turn_weights(
+    turn_ids: torch.Tensor, dtype: torch.dtype = torch.float32, max_turns: int | None = None
+) -> torch.Tensor:
     """
     Weights with which every turn counts the same, however long it is.
 
@@ -14,6 +16,8 @@ def turn_weights(turn_ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> 
             The turn that each token was sampled in, and -1 for tokens that the policy did not sample.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
             Type of the weights.
+        max_turns (`int`, *optional*):
+            More than the greatest turn. It is looked up if not given, which waits for the device.
 
     Returns:
         `torch.Tensor` of shape `(B, T)`: One over the length of the turn, and 0 for tokens that were not sampled. Their
@@ -27,7 +31,8 @@ def turn_weights(turn_ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> 
     ```
     """
     slots = turn_ids.clamp(min=-1) + 1
-    counts = turn_ids.new_zeros((turn_ids.size(0), int(slots.max()) + 1))
+    num_slots = 1 + (int(slots.max()) if max_turns is None else max_turns)
+    counts = turn_ids.new_zeros((turn_ids.size(0), num_slots))
     counts.scatter_add_(1, slots, torch.ones_like(slots))
     return counts.gather(1, slots).to(dtype).reciprocal().masked_fill(turn_ids < 0, 0.0)
 
@@ -38,6 +43,7 @@ def value_loss(
     turn_ids: torch.Tensor,
     *,
     num_turns: float | torch.Tensor,
+    max_turns: int | None = None,
     old_values: torch.Tensor | None = None,
     clip_range: float | None = None,
 ) -> torch.Tensor:
@@ -56,6 +62,8 @@ def value_loss(
         num_turns (`float` or `torch.Tensor`):
             What to divide by: the turns of all micro-batches of one update, and of all processes, over the number of
             processes. The gradient of an update is then the same for every way to split it.
+        max_turns (`int`, *optional*):
+            See [`turn_weights`].
         old_values (`torch.Tensor` of shape `(B, T)`, *optional*):
             Values at the time of the rollout. Needed with `clip_range`.
         clip_range (`float`, *optional*):
@@ -75,4 +83,4 @@ def value_loss(
             )
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
         errors = torch.maximum(errors, (clipped - returns).masked_fill(not_sampled, 0.0).square())
-    return (errors * turn_weights(turn_ids, errors.dtype)).sum() / num_turns
+    return (errors * turn_weights(turn_ids, errors.dtype, max_turns)).sum() / num_turns

@@ -128,6 +128,7 @@ class RolloutEngine:
         grammars: TurnGrammars | None = None,
         first_call_retries: int = 0,
         max_concurrent: int | None = None,
+        finish: Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory] | None = None,
         on_done: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """
@@ -153,8 +154,11 @@ class RolloutEngine:
                 without a tool call.
             max_concurrent (`int`, *optional*):
                 How many may be under way at a time; all of them, if not given.
+            finish (`Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory]`, *optional*):
+                Called on the engine's thread as each trajectory ends, while others are still under way: gets it and the
+                schemas of its tools, and returns what is to stand in its place.
             on_done (`Callable[[Trajectory], None]`, *optional*):
-                Called on the engine's thread as each trajectory ends.
+                Called on the engine's thread after that.
 
         Returns:
             `list[Trajectory]`: One per task, in their order.
@@ -175,6 +179,8 @@ class RolloutEngine:
                     grammars=grammars,
                     first_call_retries=first_call_retries,
                 )
+            if finish is not None:
+                trajectory = finish(trajectory, self.schemas_for(trajectory.task))
             trajectories[index] = trajectory
             if on_done is not None:
                 on_done(trajectory)

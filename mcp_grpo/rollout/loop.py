@@ -207,6 +207,12 @@ class _Attempt:
             constraint=None if self._grammars is None else self._grammars.grammar(schemas),
         )
         generation = await self._generator.generate(self._history, sampling)
+        if generation.allowed_logprobs is not None and sampling.constraint is None:
+            raise RolloutError(
+                "The generator has sampled under a constraint though none was asked for: ratios would be those of another "
+                "distribution, and the policy would not learn the format. Turn structured output off in the sampler, or set "
+                '`constrained_decoding=True` with `schema_mask="sampler"`.'
+            )
         return generation, self._renderer.parse(self._history, generation.token_ids, schemas)
 
     async def _call(self, parsed: ParsedTurn, lease: Lease, turn: int) -> list[Exchange]:

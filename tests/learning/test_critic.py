@@ -38,7 +38,7 @@ VALUES[:, :-1] += to_tokens(returns_to_go(REWARDS, COUNTS, GAMMA), TURN_IDS)
 
 def recorder(values: torch.Tensor) -> ValueRecorder:
     """A forward pass that gave these values."""
-    recorder = ValueRecorder(lambda: FusedValueOutput(value_preds=values))
+    recorder = ValueRecorder(lambda num_values: FusedValueOutput(value_preds=values), TURN_IDS.size(1))
     recorder()
     return recorder
 
@@ -287,6 +287,19 @@ def test_the_loss_is_that_of_the_pass_and_is_clipped_around_values_that_are_kept
     assert (
         torch.autograd.grad(plain, new)[0].count_nonzero() > torch.autograd.grad(clipped, new)[0].count_nonzero() > 0
     )
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_micro_batches_and_alone_teaches_no_weight() -> None:
+    batch, critic = scored(), make_critic("gae")
+    state = critic.state_dict()
+    losses = []
+    for shift in (0.0, 0.5):
+        values = recorder(VALUES + shift)
+        critic.loss(batch, values, torch.tensor(3.0), learn=False)
+        losses.append(critic.loss(batch, values, torch.tensor(5.0)).item())
+    assert critic.end_step(lambda sums: sums) == {"value/loss": pytest.approx(sum(losses) / 2, rel=1e-6)}
+    assert critic.state_dict() == state
+    assert critic.end_step(lambda sums: sums) == {}
 
 
 def test_advantages_and_targets_have_no_gradient() -> None:

@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
 
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning.extras import per_token_kl
 from mcp_grpo.learning.kl import KLControl, capped_reference
@@ -141,10 +141,10 @@ def _without(start: torch.Tensor, beta: float) -> torch.Tensor:
 @pytest.mark.parametrize("is_corrected", [True, False], ids=["corrected", "not corrected"])
 def test_only_with_its_bias_corrected_does_the_kl_term_lead_to_the_optimum(tmp_path: Path, is_corrected: bool) -> None:
     beta = 0.3
-    trainer = GRPOTrainer(
+    trainer = MCPGRPOTrainer(
         model=_save_bandit(tmp_path / "model"),
         reward_funcs=lambda completion_ids, **_: [REWARDS[ids[0]].item() for ids in completion_ids],
-        args=GRPOConfig(
+        args=MCPGRPOConfig(
             output_dir=str(tmp_path),
             use_cpu=True,
             bf16=False,

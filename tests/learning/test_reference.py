@@ -94,6 +94,34 @@ def test_an_average_held_in_bfloat16_does_not_move() -> None:
     assert gap > 0.9
 
 
+@pytest.mark.parametrize("decay", [0.99, 0.5, 0.3])
+def test_parameters_that_move_together_move_as_each_would_alone(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
+    policy, references = full(), [full(), full()]
+    nudge(policy)
+    found = []
+    for reference, max_at_once in zip(references, (2**18, 1), strict=True):
+        monkeypatch.setattr("mcp_grpo.learning.reference._MAX_AT_ONCE", max_at_once)
+        moving = MovingReference(policy, reference, decay=decay)
+        expected = snapshot(reference)
+        moving.sync()
+        found.append(moving.difference())
+        for name, parameter in reference.named_parameters():
+            expected[name].add_(policy.get_parameter(name).detach() - expected[name], alpha=1 - decay)
+            assert torch.equal(parameter, expected[name])
+    (distance, num_differing), (alone, num_alone) = found
+    assert distance == pytest.approx(alone, rel=1e-6)
+    assert num_differing == num_alone > 0
+
+
+def test_a_parameter_that_was_replaced_is_read_where_it_was() -> None:
+    policy, reference = full(), full()
+    moving = MovingReference(policy, reference, mode="hard")
+    policy.model.norm.weight = nn.Parameter(torch.full_like(policy.model.norm.weight, 3.0))
+    reference.model.norm.weight = nn.Parameter(torch.zeros_like(reference.model.norm.weight))
+    moving.sync()
+    assert torch.equal(reference.model.norm.weight, policy.model.norm.weight)
+
+
 def test_only_a_coarse_reference_has_a_second_copy_in_float32() -> None:
     for dtype, num_shadows in ((torch.float32, 0), (torch.bfloat16, len(list(full().parameters())))):
         moving = MovingReference(full(), full(dtype))
@@ -107,11 +135,11 @@ def test_a_hard_sync_leaves_no_difference(dtype: torch.dtype) -> None:
     moving = MovingReference(policy, reference, mode="hard")
     nudge(policy)
     difference = [(p.to(dtype) - r).float() for p, r in zip(policy.parameters(), reference.parameters(), strict=True)]
-    assert moving.num_differing() == sum(int((d != 0).sum()) for d in difference) > 0
-    assert moving.distance() == pytest.approx(torch.cat([d.flatten() for d in difference]).norm().item(), rel=1e-5)
+    distance, num_differing = moving.difference()
+    assert num_differing == sum(int((d != 0).sum()) for d in difference) > 0
+    assert distance == pytest.approx(torch.cat([d.flatten() for d in difference]).norm().item(), rel=1e-5)
     moving.sync()
-    assert moving.num_differing() == 0
-    assert moving.distance() == 0
+    assert moving.difference() == (0, 0)
 
 
 def test_the_reference_adapter_gives_the_policys_log_probs_after_a_hard_sync() -> None:
@@ -295,7 +323,7 @@ def test_full_weights_are_matched_by_name_and_a_value_head_is_left_out(tmp_path:
         policy.model.layers[0].mlp.up_proj.weight.add_(1.0)
     before = snapshot(trainer.ref_model)
     moving.sync()
-    assert moving.num_differing() == 0
+    assert moving.difference() == (0, 0)
     for name, parameter in trainer.ref_model.named_parameters():
         is_frozen = ".layers.0." in name
         assert torch.equal(parameter, before[name] if is_frozen else policy.get_parameter(name))
@@ -430,7 +458,7 @@ def _follow(kind: str, what: str, folder: Path) -> dict[str, Any]:
                 found.append(logps(model))
         return (found[0] - found[1]).abs().max().item()
 
-    distances, counts, gaps = [], [], []
+    differences, gaps = [], []
     for _ in range(3):
         loss = trained(input_ids=IDS, labels=IDS).loss
         if optimizer is None:
@@ -444,8 +472,7 @@ def _follow(kind: str, what: str, folder: Path) -> dict[str, Any]:
             for name, value in _whole_parameters(kind, policy):
                 whole_policy.get_parameter(name).copy_(value)
         gaps.append(gap())  # and a forward pass leaves some of the parameters whole
-        distances.append((moving.distance(), whole.distance()))
-        counts.append((moving.num_differing(), whole.num_differing()))
+        differences.append((moving.difference(), whole.difference()))
         moving.sync()
         whole.sync()
     moving.save(folder)
@@ -457,7 +484,7 @@ def _follow(kind: str, what: str, folder: Path) -> dict[str, Any]:
     gaps.append(gap())
     resumed.save(folder)
     whole.save(folder / "whole")
-    return {"distances": distances, "counts": counts, "gaps": gaps, "num_syncs": resumed.num_syncs}
+    return {"differences": differences, "gaps": gaps, "num_syncs": resumed.num_syncs}
 
 
 def _whole_parameters(kind: str, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -486,10 +513,10 @@ def test_two_processes_with_sharded_parameters_do_what_one_does(tmp_path: Path, 
     for what in KINDS:
         result = json.loads((tmp_path / what / "result.json").read_text())
         assert result["num_syncs"] == 4
-        for ours, theirs in result["distances"]:
-            assert ours == pytest.approx(theirs, rel=1e-5)
-            assert ours > 0.01
-        assert all(ours == theirs > 0 for ours, theirs in result["counts"])
+        for (distance, num_differing), (expected, expected_num) in result["differences"]:
+            assert distance == pytest.approx(expected, rel=1e-5)
+            assert distance > 0.01
+            assert num_differing == expected_num > 0
         assert max(result["gaps"]) < 1e-5
         files = (tmp_path / what / "reference.safetensors", tmp_path / what / "whole" / "reference.safetensors")
         sharded, whole = map(load_file, files)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcp_grpo.learning.schema_mask import MaskRule, with_masks, with_roles
+from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask, with_masks, with_roles
 from mcp_grpo.types import (
     Exchange,
     ResultKind,
@@ -143,3 +144,28 @@ def test_a_turn_without_a_call_has_nothing_but_choices() -> None:
 def test_a_tool_that_answers_with_an_error_was_called_in_the_right_form() -> None:
     found = with_roles(trajectory([1.0] * 3, exchanges=[exchange(0, ResultKind.TOOL_ERROR)]), all_forced, [])
     assert found.roles == (F, F, F)
+
+
+@pytest.mark.parametrize("rule", [None, ALL, MaskRule()], ids=["no rule", "no floors", "floors"])
+def test_a_batch_of_trajectories_that_were_marked_as_they_ended_is_masked_like_one_that_was_not(
+    rule: MaskRule | None,
+) -> None:
+    mask = SchemaMask(all_forced, rule)
+    batch = [
+        trajectory([0.999, 0.5, 1.0]),
+        trajectory([1.0] * 30, stop_reason=StopReason.SERVER_FAILED),
+        trajectory([1.0] * 3, exchanges=[]),
+        trajectory([0.991 + 0.0001 * i for i in range(40)]),
+    ]
+    marked = [mask.mark(attempt, []) for attempt in batch]
+    assert all(attempt.roles is not None for attempt in marked)
+    assert mask(marked, lambda _: pytest.fail("There is nothing left to look at.")) == mask(batch, lambda _: [])
+
+
+def test_a_trajectory_that_is_left_out_after_it_was_marked_has_no_part_in_the_floors() -> None:
+    mask = SchemaMask(all_forced, MaskRule())
+    left_out = replace(mask.mark(trajectory([0.992] * 50), []), left_out=True)
+    (_, other), metrics = mask([left_out, mask.mark(trajectory([0.995] * 20), [])], lambda _: [])
+    assert sum(not m for m in other.masked or ()) == 16
+    assert (metrics["mask/relaxed_fraction"].total, metrics["mask/relaxed_fraction"].count) == (16, 20)
+    assert metrics["mask/forced_fraction"].count == 20

@@ -55,8 +55,8 @@ def batch(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def recorded(model: Any, inputs: dict[str, torch.Tensor]) -> ValueRecorder:
-    recorder = ValueRecorder(model)
+def recorded(model: Any, inputs: dict[str, torch.Tensor], num_tokens: int = COMPLETION) -> ValueRecorder:
+    recorder = ValueRecorder(model, num_tokens)
     recorder(**inputs, fused_lm_head=True)
     return recorder
 
@@ -78,15 +78,15 @@ class _ValueTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         add_value_head(self.model, kind="mlp", backbone_grad_scale=0.0)
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.recorder = ValueRecorder(model)
-        return super()._get_per_token_logps_and_entropies(self.recorder, *args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, length: int, **kwargs: Any) -> Any:
+        self.recorder = ValueRecorder(model, length)
+        return super()._get_per_token_logps_and_entropies(self.recorder, ids, mask, length, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mask = inputs["completion_mask"]
         advantages = inputs["advantages"].unsqueeze(1).expand(mask.shape)
         loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
-        values = self.recorder.values(mask.size(1))
+        values = self.recorder.values()
         return loss + 0.5 * value_loss(values, advantages, torch.where(mask == 1, 0, -1), num_turns=float(len(mask)))
 
 
@@ -157,7 +157,7 @@ def test_a_head_that_only_reads_leaves_the_policy_s_gradients_as_they_were_bit_b
         assert all(torch.equal(policy[name], theirs[name]) for name in theirs)
         assert sum(gradient.abs().sum() for gradient in theirs.values()) > 0
         assert head["out.weight"].abs().sum() > 0
-    assert trainer.recorder.values(3).abs().sum() > 0
+    assert trainer.recorder.values().abs().sum() > 0
 
 
 def test_values_line_up_with_the_log_probabilities_of_trl() -> None:
@@ -168,13 +168,13 @@ def test_values_line_up_with_the_log_probabilities_of_trl() -> None:
         ids = inputs["input_ids"].clone()
         ids[:, PROMPT + t] += 1
         after = recorded(model, {**inputs, "input_ids": ids})
-        changed = (before.values(COMPLETION) != after.values(COMPLETION)).any(0)
+        changed = (before.values() != after.values()).any(0)
         assert not changed[: t + 1].any()
         assert changed[t + 1 :].all()
-        assert (before.values_after(COMPLETION) != after.values_after(COMPLETION)).any(0)[t:].all()
-    assert torch.equal(before.values_after(COMPLETION)[:, :-1], before.values(COMPLETION)[:, 1:])
+        assert (before.values_after() != after.values_after()).any(0)[t:].all()
+    assert torch.equal(before.values_after()[:, :-1], before.values()[:, 1:])
     output = model(**inputs, fused_lm_head=True)
-    assert output.log_probs[:, -COMPLETION:].shape == before.values(COMPLETION).shape
+    assert output.log_probs[:, -COMPLETION:].shape == before.values().shape
 
 
 def test_padding_on_both_sides_does_not_change_values() -> None:
@@ -185,24 +185,24 @@ def test_padding_on_both_sides_does_not_change_values() -> None:
         "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 3)),
         "labels": torch.nn.functional.pad(inputs["labels"], (4, 3), value=-100),
     }
-    expected, got = recorded(model, inputs), recorded(model, padded)
-    torch.testing.assert_close(got.values(COMPLETION + 3)[:, :-3], expected.values(COMPLETION))
-    torch.testing.assert_close(got.values_after(COMPLETION + 3)[:, :-3], expected.values_after(COMPLETION))
+    expected, got = recorded(model, inputs), recorded(model, padded, COMPLETION + 3)
+    torch.testing.assert_close(got.values()[:, :-3], expected.values())
+    torch.testing.assert_close(got.values_after()[:, :-3], expected.values_after())
 
 
 def test_the_parts_of_a_batch_are_recorded_in_order() -> None:
     model, _ = model_with_head()
-    inputs, recorder = batch(4), ValueRecorder(model)
+    inputs, recorder = batch(4), ValueRecorder(model, COMPLETION)
     for rows in (slice(0, 3), slice(3, 4)):
         recorder(**{name: tensor[rows] for name, tensor in inputs.items()}, fused_lm_head=True)
-    torch.testing.assert_close(recorder.values(COMPLETION), recorded(model, inputs).values(COMPLETION))
+    torch.testing.assert_close(recorder.values(), recorded(model, inputs).values())
 
 
 def test_a_recorder_of_a_model_without_a_head_has_no_values() -> None:
     model = tiny_model(family_tokenizer("qwen3"))
     add_fused_lm_head(model)
     with pytest.raises(SettingsError, match="add_value_head"):
-        recorded(model, batch()).values(COMPLETION)
+        recorded(model, batch()).values()
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
@@ -210,7 +210,7 @@ def test_a_new_head_gives_zero_and_can_learn(kind: Any) -> None:
     model = tiny_model(family_tokenizer("qwen3"))
     add_fused_lm_head(model)
     head = add_value_head(model, kind=kind, backbone_grad_scale=0.0)
-    values = recorded(model, batch()).values(COMPLETION)
+    values = recorded(model, batch()).values()
     assert torch.equal(values, torch.zeros(3, COMPLETION))
     (values - 1).square().sum().backward()
     assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in head.parameters())
@@ -222,7 +222,7 @@ def test_a_new_head_gives_zero_and_can_learn(kind: Any) -> None:
 
 def _backbone_gradients(scale: float, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     model, _ = model_with_head(backbone_grad_scale=scale, kind=kind)
-    values = recorded(model, batch()).values(COMPLETION)
+    values = recorded(model, batch()).values()
     (values - 1).square().sum().backward()
     return values.detach(), without_value_head({n: p.grad for n, p in model.named_parameters()})[0]
 
@@ -277,10 +277,23 @@ def test_log_probabilities_and_entropies_are_those_of_a_model_without_a_head() -
     plain = tiny_model(family_tokenizer("qwen3"))
     add_fused_lm_head(plain)
     model, _ = model_with_head()
-    expected, got = plain(**batch(), fused_lm_head=True), model(**batch(), fused_lm_head=True)
+    expected, got = plain(**batch(), fused_lm_head=True), model(**batch(), fused_lm_head=True, num_values=3)
     assert list(got) == [*expected, "value_preds"]
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert not model.model._forward_hooks
+
+
+def test_values_are_computed_only_where_they_are_asked_for() -> None:
+    model, head = model_with_head()
+    seen: list[torch.Tensor] = []
+    head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    whole = model(**batch(), fused_lm_head=True, num_values=PROMPT + COMPLETION).value_preds
+    part = recorded(model, batch())
+    assert [values.shape[1] for values in seen] == [PROMPT + COMPLETION, COMPLETION + 1]
+    torch.testing.assert_close(part.values(), whole[:, -COMPLETION - 1 : -1])
+    torch.testing.assert_close(part.values_after(), whole[:, -COMPLETION:])
+    assert not hasattr(model(**batch(), fused_lm_head=True), "value_preds")
+    assert len(seen) == 2
 
 
 def test_a_copy_of_a_model_reads_its_own_hidden_states() -> None:
@@ -288,7 +301,7 @@ def test_a_copy_of_a_model_reads_its_own_hidden_states() -> None:
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.norm.weight.mul_(2)
-    expected, got = (recorded(each, batch()).values(COMPLETION) for each in (model, other))
+    expected, got = (recorded(each, batch()).values() for each in (model, other))
     bias = model.value_head.out.bias
     torch.testing.assert_close(got - bias, 2 * (expected - bias))
 
@@ -330,7 +343,7 @@ def test_the_head_computes_in_its_own_type_under_autocast(kind: str, scale: floa
     seen: list[torch.Tensor] = []
     head.out.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        values = recorded(model, batch()).values(COMPLETION)
+        values = recorded(model, batch()).values()
     assert seen[0].dtype == values.dtype == torch.float32
     assert values.isfinite().all()
     values.sum().backward()
@@ -340,7 +353,7 @@ def test_the_head_computes_in_its_own_type_under_autocast(kind: str, scale: floa
 def test_a_head_of_the_policy_s_type_gives_values_in_full_precision() -> None:
     model, head = model_with_head(dtype=torch.bfloat16)
     assert head.out.weight.dtype == torch.bfloat16
-    assert recorded(model, batch()).values(COMPLETION).dtype == torch.float32
+    assert recorded(model, batch()).values().dtype == torch.float32
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -348,7 +361,7 @@ def test_a_head_of_the_policy_s_type_gives_values_in_full_precision() -> None:
 def test_a_saved_model_and_head_give_the_same_values_again(tmp_path: Path, lora: bool, kind: str) -> None:
     torch.manual_seed(5)
     model, head = model_with_head(lora=lora, kind=kind)
-    expected = recorded(model, batch()).values(COMPLETION)
+    expected = recorded(model, batch()).values()
     rest, head_part = without_value_head(model.state_dict())
     if lora:
         model.save_pretrained(tmp_path)
@@ -364,7 +377,7 @@ def test_a_saved_model_and_head_give_the_same_values_again(tmp_path: Path, lora:
         assert not loading["missing_keys"]
     loaded = value_head_from_pretrained(again, tmp_path)
     assert loaded.kind == kind
-    torch.testing.assert_close(recorded(again.eval(), batch()).values(COMPLETION), expected)
+    torch.testing.assert_close(recorded(again.eval(), batch()).values(), expected)
 
 
 def test_the_state_dict_is_split_by_name() -> None:

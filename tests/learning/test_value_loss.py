@@ -97,6 +97,11 @@ def test_every_turn_weighs_one_and_other_tokens_nothing() -> None:
     assert weights[5].tolist() == pytest.approx([1 / 2, 0, 1 / 2, 1 / 3, 1 / 3, 0, 1 / 3, 0])
 
 
+def test_weights_do_not_depend_on_how_many_turns_there_may_be() -> None:
+    assert torch.equal(turn_weights(TURN_IDS, max_turns=8), turn_weights(TURN_IDS))
+    assert torch.equal(turn_weights(TURN_IDS, max_turns=20), turn_weights(TURN_IDS))
+
+
 def test_tool_tokens_do_not_count_even_where_they_are_not_numbers() -> None:
     values, returns = numbers(0).requires_grad_(), numbers(1)
     expected = value_loss(values, returns, TURN_IDS, num_turns=NUM_TURNS)

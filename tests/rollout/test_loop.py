@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from helpers.policies import ScriptedGenerator
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-from mcp_grpo.errors import CatalogError, ToolServerError
+from mcp_grpo.errors import CatalogError, RolloutError, ToolServerError
 from mcp_grpo.rollout import Generation, Limits, Renderer, RolloutEngine, Sampling, roll_out
 from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import ResultKind, StopReason, Task, Trajectory
@@ -350,6 +351,35 @@ def test_many_trajectories_keep_their_order_and_repeat_with_their_seed() -> None
     assert len({t.num_turns for t in first}) > 1
 
 
+def test_each_trajectory_is_finished_as_it_ends_with_the_tools_it_was_offered() -> None:
+    seen: list[Trajectory] = []
+
+    def finish(trajectory: Trajectory, tools: Sequence[Any]) -> Trajectory:
+        return replace(trajectory, error=" ".join(tool["function"]["name"] for tool in tools))
+
+    tasks = [replace(TASK, task_id=f"t{i}", tools=("add",) if i % 2 else ("echo",)) for i in range(6)]
+    engine = RolloutEngine({"desk": desk()})
+    try:
+        settings: dict[str, Any] = {"renderer": RENDERER, "generator": _Wandering(), "limits": LIMITS}
+        done = engine.roll_out(tasks, finish=finish, on_done=seen.append, **settings)
+    finally:
+        engine.close()
+    assert [t.error for t in done] == ["echo", "add"] * 3
+    assert sorted(map(id, seen)) == sorted(map(id, done))
+
+
+def test_what_goes_wrong_in_finishing_a_trajectory_comes_out_as_it_is() -> None:
+    def finish(trajectory: Trajectory, tools: Sequence[Any]) -> Trajectory:
+        raise LookupError(trajectory.task.task_id)
+
+    engine = RolloutEngine({"desk": desk()})
+    try:
+        with pytest.raises(LookupError, match="sum"):
+            engine.roll_out([TASK] * 3, renderer=RENDERER, generator=_Wandering(), limits=LIMITS, finish=finish)
+    finally:
+        engine.close()
+
+
 def big(num_tools: int = 253) -> MCPServer:
     """As many tools as the largest servers have; three of them take many arguments."""
     server = MCPServer("big", log_level="ERROR")
@@ -424,3 +454,14 @@ def test_tools_that_leave_less_room_than_a_completion_may_take_are_warned_of_onc
 def test_tools_that_leave_room_are_not_warned_of(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     check_prompts(limits)
     assert not caplog.records
+
+
+async def test_sampling_under_a_constraint_that_nobody_asked_for_is_an_error(pool: ToolPool) -> None:
+    class Constrained(ScriptedGenerator):
+        async def generate(self, prompt_ids: Any, sampling: Any) -> Any:
+            generation = await super().generate(prompt_ids, sampling)
+            return replace(generation, allowed_logprobs=(0.0,) * len(generation.token_ids))
+
+    generator = Constrained(TOKENIZER, ["5<|im_end|>"])
+    with pytest.raises(RolloutError, match="under a constraint though none was asked for"):
+        await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=LIMITS)

@@ -69,13 +69,13 @@ def loss_of(model: Any, rows: slice, num_processes: int) -> torch.Tensor:
     turn_ids = torch.tensor([0, 0, -1, 1, -1, 2, 2]).expand(ROWS, -1).masked_fill(mask[:, PROMPT:] == 0, -1)
     advantages, returns = numbers(ROWS, COMPLETION, seed=1), numbers(ROWS, COMPLETION, seed=2)
     sampled = (turn_ids >= 0).float()
-    recorder = ValueRecorder(model)
+    recorder = ValueRecorder(model, COMPLETION)
     output = recorder(
         input_ids=ids[rows], attention_mask=mask[rows], labels=labels[rows], use_cache=False, fused_lm_head=True
     )
     logps = output.log_probs[:, -COMPLETION:]
     policy_loss = -(logps * advantages[rows] * sampled[rows]).sum() / (sampled.sum() / num_processes)
-    values = recorder.values(COMPLETION)
+    values = recorder.values()
     num_turns = turn_weights(turn_ids).sum() / num_processes
     return policy_loss + 0.5 * value_loss(values, returns[rows], turn_ids[rows], num_turns=num_turns)
 
