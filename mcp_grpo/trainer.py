@@ -163,15 +163,14 @@ class MCPGRPOTrainer(PublishingTrainer):
         """
         if self._engine is None:
             raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
-        if isinstance(tasks, Dataset):
-            tasks = tasks_from_rows(tasks)
+        tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
         self._engine.catalog.check(*tasks)
         attempts = [task for task in tasks for _ in range(num_generations)]
         with tqdm(total=len(attempts), desc="Rolling out", disable=self.args.disable_tqdm) as bar:
-            return self._attempt(attempts, temperature=temperature, retries=0, on_done=lambda _: bar.update())
+            return self._attempt(attempts, temperature=temperature, on_done=lambda _: bar.update())
 
     def _attempt(
-        self, tasks: Sequence[Task], temperature: float | None = None, retries: int | None = None, on_done: Any = None
+        self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, on_done: Any = None
     ) -> list[Trajectory]:
         assert self._engine
         self._num_rollouts += 1
@@ -190,7 +189,7 @@ class MCPGRPOTrainer(PublishingTrainer):
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,
                 grammars=self._grammars if self.args.constrained_decoding else None,
-                first_call_retries=self._retries if retries is None else retries,
+                first_call_retries=retries,
                 max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
                 finish=self._schema_mask and self._schema_mask.mark,
                 on_done=on_done,
@@ -203,7 +202,7 @@ class MCPGRPOTrainer(PublishingTrainer):
         self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
         size, rank = self._group_size, self.accelerator.process_index
         check_groups([task.task_id for task in self._tasks], size, offset=rank * len(rows))
-        self._trajectories = self._attempt(self._tasks)
+        self._trajectories = self._attempt(self._tasks, retries=self._retries)
         if self.args.dynamic_sampling and self.model.training:
             shares = refill(
                 len(rows),
@@ -232,7 +231,8 @@ class MCPGRPOTrainer(PublishingTrainer):
         for slot, group in groups.items():
             rows[slot] = dataset[drawn[group]]
             self._tasks[slot] = task_from_row(rows[slot])
-        for slot, trajectory in zip(groups, self._attempt([self._tasks[slot] for slot in groups]), strict=True):
+        attempts = self._attempt([self._tasks[slot] for slot in groups], retries=self._retries)
+        for slot, trajectory in zip(groups, attempts, strict=True):
             self._trajectories[slot] = trajectory
 
     def _score(self, rows: list[dict[str, Any]], slots: list[int]) -> torch.Tensor:

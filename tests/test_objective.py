@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.runs import make_trainer, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
@@ -309,6 +310,25 @@ def test_old_log_probabilities_of_the_trainer_come_with_a_weight_for_the_differe
     assert (gradient[:, 1] == 0).all()
 
 
+def test_masked_tokens_keep_their_kl_term_also_with_log_probabilities_of_the_trainer(
+    tmp_path: Path, adding_model: str
+) -> None:
+    changes = {"old_logps": "trainer", "schema_mask": "syntax", "beta": 0.1, "max_steps": 1}
+    with make_trainer(tmp_path, adding_model, Spy, **changes) as trainer:
+        trainer.train()
+    assert trainer.batches[0]["masked"].sum() > 0
+    assert math.isfinite(steps(trainer)[0]["loss"])
+
+
+def test_groups_that_all_did_the_same_do_not_blow_up_what_values_say(tmp_path: Path, adding_model: str) -> None:
+    def same(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        return [1.0] * len(trajectory)
+
+    with make_trainer(tmp_path, adding_model, Spy, same, advantage_mode="gae", max_steps=1) as trainer:
+        trainer.train()
+    assert trainer.settled["advantages"].abs().max() <= 1  # a return of 1, less a value of 0
+
+
 # ---- Groups ----
 
 
@@ -483,3 +503,27 @@ def test_settings_that_cannot_learn_are_refused(tmp_path: Path, changes: dict[st
     with pytest.raises(SettingsError) as error:
         settings(tmp_path, **changes)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("changes", [{"schema_mask": "syntax"}, {"dynamic_sampling": 1}, {"truncation": "mask"}])
+def test_settings_that_would_do_nothing_without_servers_are_refused(
+    tmp_path: Path, adding_model: str, changes: dict[str, Any]
+) -> None:
+    rows = Dataset.from_list([{"prompt": "2+3?"}] * 8)
+    with pytest.raises(SettingsError, match=f"`{next(iter(changes))}=.*there are none. Pass `servers`"):
+        MCPGRPOTrainer(adding_model, lambda **_: [0.0], settings(tmp_path, **changes), rows)
+
+
+def test_what_is_only_judged_is_judged_without_retries(tmp_path: Path, adding_model: str) -> None:
+    class Judge(Spy):
+        def _attempt(self, *args: Any, retries: int = 0, **kwargs: Any) -> list[Trajectory]:
+            self.retries = [*getattr(self, "retries", []), retries]
+            return super()._attempt(*args, retries=retries, **kwargs)
+
+    changes = {"first_call_retries": 3, "max_steps": 1}
+    with make_trainer(tmp_path, adding_model, Judge, per_device_eval_batch_size=8, **changes) as trainer:
+        trainer.roll_out(trainer.train_dataset)
+        trainer.train()
+        trainer.evaluate(trainer.train_dataset)
+    judged, learnt, *evaluated = trainer.retries
+    assert (judged, learnt, set(evaluated)) == (0, 3, {0})

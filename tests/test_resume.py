@@ -133,3 +133,4 @@ def test_the_value_head_is_pushed_only_if_asked_for(
     trainer.push_to_hub()
     assert "adapter_model.safetensors" in pushed
     assert ("value_head.safetensors" in pushed) == asked
+    assert (tmp_path / "value_head.safetensors").exists()

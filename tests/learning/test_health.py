@@ -81,3 +81,12 @@ def test_a_strict_one_raises_and_goes_on_where_it_was(caplog: pytest.LogCaptureF
     resumed.load_state_dict(first.state_dict())
     with pytest.raises(HealthError, match="explains less and less"):
         falling(resumed, range(19, 20))
+
+
+def test_a_step_that_rolls_nothing_out_neither_counts_nor_forgives(caplog: pytest.LogCaptureFixture) -> None:
+    health, flat = Health(), FINE | {"frac_reward_zero_std": 1.0}
+    for step in range(3):
+        assert not caplog.records, step
+        health.check(flat)
+        health.check({"mask/active_fraction": 0.8})  # the second pass over the same batch
+    assert len(caplog.records) == 1
