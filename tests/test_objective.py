@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import make_trainer, settings
+from helpers.runs import OneByOne, make_trainer, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -155,6 +155,7 @@ def test_the_value_head_leaves_the_policy_s_gradient_alone_and_its_clipping_too(
         with make_trainer(
             tmp_path,
             adding_model,
+            OneByOne,
             callbacks=[watch],
             max_steps=1,
             value_head=kind,

@@ -1,18 +1,17 @@
 """A run that was stopped and goes on ends where it would have ended, and what is saved is what it should be."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.runs import make_trainer
+from helpers.runs import OneByOne, make_trainer
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers import trainer as transformers_trainer
 
-from mcp_grpo import MCPGRPOTrainer, Task, Trajectory
+from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.learning import value_head_from_pretrained
 
 
@@ -41,13 +40,6 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == self._after
-
-
-class OneByOne(MCPGRPOTrainer):
-    """Rolls out one trajectory at a time: which of them share a batch depends on the tools' timing, and rounding on that."""
-
-    def _attempt(self, tasks: Sequence[Task], *args: Any, **kwargs: Any) -> list[Trajectory]:
-        return [trajectory for task in tasks for trajectory in super(OneByOne, self)._attempt([task], *args, **kwargs)]
 
 
 def train(folder: Path, model: str, stop_after: int | None = None, resume: bool = False, **changes: Any) -> Any:

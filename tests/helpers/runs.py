@@ -1,12 +1,13 @@
 """Short training runs on the server of `servers/sums.py`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
-from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, exact_answer
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Task, Trajectory, exact_answer
 
 
 def settings(folder: Path, **changes: Any) -> MCPGRPOConfig:
@@ -48,3 +49,10 @@ def make_trainer(
         peft_config=peft_config,
         callbacks=callbacks,
     )
+
+
+class OneByOne(MCPGRPOTrainer):
+    """Rolls out one trajectory at a time: which of them share a batch depends on the tools' timing, and rounding on that."""
+
+    def _attempt(self, tasks: Sequence[Task], *args: Any, **kwargs: Any) -> list[Trajectory]:
+        return [trajectory for task in tasks for trajectory in super(OneByOne, self)._attempt([task], *args, **kwargs)]

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -509,7 +510,10 @@ def test_two_processes_with_sharded_parameters_do_what_one_does(tmp_path: Path, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_follow_on_one_of_two, (kind, port, tmp_path), nprocs=2)
+    try:
+        torch.multiprocessing.spawn(_follow_on_one_of_two, (kind, port, tmp_path), nprocs=2)
+    finally:
+        resource_tracker._resource_tracker._stop()  # a process that would outlive the test
     for what in KINDS:
         result = json.loads((tmp_path / what / "result.json").read_text())
         assert result["num_syncs"] == 4
