@@ -61,9 +61,9 @@ def weights(trainer: MCPGRPOTrainer) -> dict[str, torch.Tensor]:
     ("stop_after", "changes"),
     [
         (1, {"peft_config": LORA}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (1, {"peft_config": LORA, "num_iterations": 2}),  # in the middle of a batch
-        (2, {"peft_config": LORA, "num_iterations": 2, "dynamic_sampling": 1}),
+        pytest.param(2, {"peft_config": LORA, "num_iterations": 2, "dynamic_sampling": 1}, marks=pytest.mark.slow),
     ],
     ids=["adapter", "full weights", "within a batch", "between batches"],
 )
