@@ -21,13 +21,20 @@ from trl.chat_template_utils import (
 )
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import disable_dropout_in_model, is_async_callable
+from trl.trainer.utils import (
+    FusedCausalLMOutput,
+    add_fused_lm_head,
+    disable_dropout_in_model,
+    is_async_callable,
+)
 
 
 __all__ = [
     "COMPLETIONS",
     "ROW_MEAN_LOSSES",
+    "FusedCausalLMOutput",
     "LossDenominator",
+    "add_fused_lm_head",
     "add_response_schema",
     "disable_dropout_in_model",
     "get_training_chat_template",

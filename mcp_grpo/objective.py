@@ -101,6 +101,16 @@ class ObjectiveTrainer(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
+    def _generate_every(self) -> int:
+        """Micro-batches from one generation to the next."""
+        return cast("int", self.args.steps_per_generation) * self.num_iterations
+
+    @property
+    def _is_on_policy(self) -> bool:
+        """Whether each batch is used for one update only."""
+        return self.args.gradient_accumulation_steps % self._generate_every == 0
+
+    @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
@@ -126,8 +136,7 @@ class ObjectiveTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         self._recorder = None
         # Only then does TRL run the policy on the batch before its loss does; the values of that pass come for free.
-        num_steps = cast("int", self.args.steps_per_generation) * self.num_iterations
-        self._is_scoring = self.args.gradient_accumulation_steps % num_steps != 0
+        self._is_scoring = not self._is_on_policy
         try:
             batch = super()._generate_and_score_completions(inputs)
         finally:
@@ -163,11 +172,12 @@ class ObjectiveTrainer(GRPOTrainer):
             accelerator=self.accelerator,
             min_scale=1.0 if self._critic is not None and self._critic.gives_advantages else MIN_SCALE,
         )
-        if args.advantage_mode == "group_turn":  # which may learn from turns though all totals are the same
-            is_flat = self.accelerator.gather(batch["turn_advantages"].abs().max()).max() == 0
-            self._figures["frac_reward_zero_std"] = float(is_flat)
-        elif args.advantage_mode != "group":  # and values tell the good from the bad without others to compare with
-            self._figures.pop("frac_reward_zero_std", None)
+        if self.model.training and args.advantage_mode != "group":
+            # Turns may teach though all totals are the same, and values without others to compare with.
+            del self._figures["frac_reward_zero_std"]
+            if args.advantage_mode == "group_turn":
+                is_flat = self.accelerator.gather(batch["turn_advantages"].abs().max()).max() == 0
+                self._figures["frac_reward_zero_std"] = float(is_flat)
         if args.truncation == "bootstrap" and "is_cut" not in batch:
             batch["is_cut"] = self._is_cut(batch)
         if self._critic is not None:  # fixed now: what is learnt from a batch must not change its own weight
@@ -260,8 +270,9 @@ class ObjectiveTrainer(GRPOTrainer):
     @property
     def _is_first_pass(self) -> bool:
         """Whether the policy is still the one that sampled the batch at hand."""
-        steps = cast("int", self.args.steps_per_generation)
-        return not self.model.training or self._step % (steps * self.num_iterations) < steps
+        return not self.model.training or self._step % self._generate_every < cast(
+            "int", self.args.steps_per_generation
+        )
 
     def _guard(self, inputs: Batch, logps: torch.Tensor) -> None:
         """Take tokens out of the policy term whose ratio is too far off, and all of them if the KL divergence is."""
@@ -347,10 +358,8 @@ class ObjectiveTrainer(GRPOTrainer):
         figures, self._figures = self._figures, {}
         self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
-            steps = cast("int", self.args.steps_per_generation) * self.num_iterations
-            is_on_policy = self.args.gradient_accumulation_steps % steps == 0
             try:
-                self._health.check(figures, is_on_policy=is_on_policy)
+                self._health.check(figures, is_on_policy=self._is_on_policy)
             except HealthError:
                 self._save_before_stopping()
                 raise

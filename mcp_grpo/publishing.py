@@ -47,9 +47,8 @@ class PublishingTrainer(ObjectiveTrainer):
             return super().push_to_hub(*args, **kwargs)
         finally:
             if self._is_pushing and self._critic is not None and self.args.should_save:
-                save_value_head(
-                    self._critic.head, cast("str", self.args.output_dir)
-                )  # which has had to go for a while
+                # It has had to go for a while.
+                save_value_head(self._critic.head, cast("str", self.args.output_dir))
             self._is_pushing = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -128,7 +127,3 @@ class PublishingTrainer(ObjectiveTrainer):
             self.beta = self._kl_control.beta
         if self._critic is not None and state["critic"]:
             self._critic.load_state_dict(state["critic"])
-
-    @property
-    def _generate_every(self) -> int:
-        return cast("int", self.args.steps_per_generation) * self.num_iterations

@@ -12,12 +12,13 @@ import torch
 from datasets import Dataset
 from helpers.families import family_tokenizer
 from helpers.policies import save_tiny_model
-from helpers.sums import ROWS, SERVER, SERVERS, TEMPLATE_KWARGS
+from helpers.runs import settings as config
+from helpers.sums import ROWS, SERVER, SERVERS
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 from trl import GRPOConfig
 
-from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo._trl import ROW_MEAN_LOSSES
 from mcp_grpo.errors import (
     CatalogError,
@@ -31,24 +32,6 @@ from mcp_grpo.types import Segment, StopReason, Task
 
 
 DATASET = Dataset.from_list(ROWS)
-
-
-def config(folder: Path, **settings: Any) -> MCPGRPOConfig:
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 8,
-        "num_generations": 8,
-        "max_completion_length": 400,
-        "max_steps": 2,
-        "max_turns": 3,
-        "learning_rate": 1e-3,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "chat_template_kwargs": TEMPLATE_KWARGS,
-    }
-    return MCPGRPOConfig(output_dir=str(folder), **{**defaults, **settings})
 
 
 class Watch(TrainerCallback):

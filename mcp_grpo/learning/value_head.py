@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from mcp_grpo._trl import FusedCausalLMOutput, add_fused_lm_head
 from mcp_grpo.errors import SettingsError
 
 
