@@ -5,7 +5,7 @@ What is taken from TRL without TRL's promise to keep it.
 reads, so that an upgrade which moves something fails there, in words, and not in the middle of a run.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,10 @@ from trl.chat_template_utils import (
     parse_response,
     supports_tool_calling,
 )
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -34,9 +37,11 @@ __all__ = [
     "ROW_MEAN_LOSSES",
     "FusedCausalLMOutput",
     "LossDenominator",
+    "VLLMGeneration",
     "add_fused_lm_head",
     "add_response_schema",
     "disable_dropout_in_model",
+    "engine_arguments",
     "get_training_chat_template",
     "is_async_callable",
     "is_chat_template_prefix_preserving",
@@ -44,6 +49,7 @@ __all__ = [
     "per_update",
     "policy_for_generation",
     "supports_tool_calling",
+    "vllm_made_by",
 ]
 
 # Index of the completions in what `GRPOTrainer._generate` returns.
@@ -82,6 +88,47 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
             yield model
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def vllm_made_by(make: Callable[..., VLLMGeneration] | None) -> Generator[None]:
+    """
+    Let TRL's trainer make its vLLM backend by something else than `VLLMGeneration`.
+
+    Args:
+        make (`Callable[..., VLLMGeneration]`, *optional*):
+            Gets what `VLLMGeneration` would. `None` changes nothing.
+    """
+    module: Any = grpo_trainer
+    original = module.VLLMGeneration
+    module.VLLMGeneration = make or original
+    try:
+        yield
+    finally:
+        module.VLLMGeneration = original
+
+
+@contextmanager
+def engine_arguments(arguments: Mapping[str, Any]) -> Generator[None]:
+    """
+    Add to what TRL's backend makes its vLLM engine with.
+
+    Args:
+        arguments (`Mapping[str, Any]`):
+            Arguments of `vllm.LLM`; they come before TRL's own. `None` takes one away.
+    """
+    module: Any = vllm_generation
+    original = module.LLM
+
+    def make(**kwargs: Any) -> Any:
+        merged = {**kwargs, **arguments}
+        return original(**{name: value for name, value in merged.items() if value is not None})
+
+    module.LLM = make
+    try:
+        yield
+    finally:
+        module.LLM = original
 
 
 def per_update(trainer: GRPOTrainer, count: torch.Tensor) -> torch.Tensor:

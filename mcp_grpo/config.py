@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from datasets import Dataset
 from transformers import PretrainedConfig, ProcessorMixin
@@ -21,6 +21,7 @@ ADVANTAGE_MODES = ["group", "group_turn", "gae", "hybrid"]
 ADVANTAGE_SCALES = ["batch", "none"]
 VALUE_HEADS = ["linear", "mlp"]
 TRUNCATIONS = ["terminal", "mask", "bootstrap"]
+WEIGHT_SYNCS = ["auto", "merge", "adapter"]
 OLD_LOGPS = ["sampler", "trainer"]
 REF_SYNCS = ["none", "ema", "hard"]
 FRACTIONS = (
@@ -41,7 +42,7 @@ COUNTS = (
     "value_warmup_steps",
     "dynamic_sampling",
 )
-POSITIVE_OR_NONE = ("value_clip_range", "kl_target", "kl_hard_cap")
+POSITIVE_OR_NONE = ("value_clip_range", "kl_target", "kl_hard_cap", "weight_sync_tolerance")
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
 
@@ -153,12 +154,25 @@ class MCPGRPOConfig(GRPOConfig):
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         strict_health (`bool`, *optional*, defaults to `False`):
             Whether signs that the run cannot learn stop it with an error, instead of a warning.
+        weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
+            `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and
+            sampling is then faster, and sends adapters to servers and to quantised models.
+        weight_sync_tolerance (`float`, *optional*, defaults to `0.1`):
+            Nats per token by which vLLM's log-probabilities may differ from the trainer's after weights were sent, as a
+            mean over a few held sequences. With more, the run stops: vLLM has other weights.
+        vllm_engine_kwargs (`dict` or `str`, *optional*):
+            Further arguments of the vLLM engine in process, such as `{"enforce_eager": true}`.
+        vllm_server_urls (`list[str]`, *optional*):
+            Addresses of several vLLM servers. If `None`, TRL's `vllm_server_base_url`, or host and port.
         cassette (`str`, *optional*):
             File in which tool calls are recorded, or from which they are answered. Each process has its own.
         cassette_mode (`str`, *optional*, defaults to `"record"`):
             `"record"` writes a new file; `"replay"` and `"match"` answer from it, without servers; `"cache"` asks servers
             only what the file does not know. See [`Cassette`].
     """
+
+    _VALID_DICT_FIELDS: ClassVar = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
     max_turns: int = field(
         default=10,
@@ -386,6 +400,31 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
         },
     )
+    weight_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How the policy's weights get to vLLM: merged into the whole model, or as an adapter.",
+            "choices": WEIGHT_SYNCS,
+        },
+    )
+    weight_sync_tolerance: float = field(
+        default=0.1,
+        metadata={
+            "help": "Nats per token by which vLLM's log-probabilities may differ from the trainer's.",
+        },
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Further arguments of the vLLM engine in process.",
+        },
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Addresses of several vLLM servers.",
+        },
+    )
     cassette: str | None = field(
         default=None,
         metadata={
@@ -471,7 +510,7 @@ class MCPGRPOConfig(GRPOConfig):
             )
 
     def _check_guards(self) -> None:
-        self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS)
+        self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS, weight_sync=WEIGHT_SYNCS)
         if not 0 <= self.ratio_gate_min < 1 < self.ratio_gate_max:
             raise SettingsError(
                 f"`ratio_gate_min` ({self.ratio_gate_min}) must be below 1 and `ratio_gate_max` ({self.ratio_gate_max}) above, "
@@ -587,18 +626,21 @@ class MCPGRPOConfig(GRPOConfig):
             )
         return SchemaMask(lambda segment, tools: syntax.roles(segment.token_ids, tools), rule)
 
-    def limits(self, model_config: PretrainedConfig) -> Limits:
+    def limits(self, model_config: PretrainedConfig, max_context: int | None = None) -> Limits:
         """
         Where a trajectory ends at the latest.
 
         Args:
             model_config ([`~transformers.PretrainedConfig`]):
                 Configuration of the policy, which limits its context.
+            max_context (`int`, *optional*):
+                What the sampler limits it to.
 
         Returns:
             [`Limits`]: The limits.
         """
-        max_context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        known = [max_context, getattr(model_config.get_text_config(), "max_position_embeddings", None)]
+        max_context = min((each for each in known if each is not None), default=None)
         max_completion_length = self.max_completion_length or max_context
         if max_completion_length is None:
             raise SettingsError("Set `max_completion_length`: the model's configuration does not limit its context.")
@@ -621,6 +663,10 @@ NEEDS_SERVERS = (
     "ratio_gate_max",
     "dynamic_sampling",
     "strict_health",
+    "weight_sync",
+    "weight_sync_tolerance",
+    "vllm_engine_kwargs",
+    "vllm_server_urls",
     "cassette",
 )
 
@@ -700,18 +746,37 @@ def _refusals(
             f"`temperature` must be positive, got {args.temperature}: a group needs varied attempts.",
         ),
         (
-            args.use_vllm or args.use_transformers_continuous_batching,
-            "With `servers`, the policy is sampled by plain transformers: set `use_vllm=False` and "
-            "`use_transformers_continuous_batching=False`.",
+            args.use_transformers_continuous_batching,
+            "`use_transformers_continuous_batching` generates for a batch at a time, and trajectories differ. Set "
+            "`use_vllm=True` for continuous batching, or leave both off.",
         ),
         (
-            bool(args.fsdp),
+            bool(args.fsdp) and not args.use_vllm,
             "FSDP cannot generate with `servers`: its processes must call the model equally often, and trajectories "
-            "differ. Use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
+            "differ. Set `use_vllm=True`, or use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
         ),
         (
-            not args.ds3_gather_for_generation,
+            not args.ds3_gather_for_generation and not args.use_vllm,
             "With `servers`, `ds3_gather_for_generation` must stay `True`: trajectories differ in length.",
+        ),
+        (
+            args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1,
+            "`vllm_tensor_parallel_size` above 1 in process makes all of its processes generate in step, and trajectories "
+            'differ. Set `vllm_mode="server"` and start the server with `--tensor-parallel-size`.',
+        ),
+        (
+            args.use_vllm and args.constrained_decoding and args.temperature != 1,
+            f"`constrained_decoding` with vLLM needs `temperature=1.0`, got {args.temperature}: what a constraint cuts away "
+            "can only be told at that temperature.",
+        ),
+        (
+            bool(args.vllm_structured_outputs_regex),
+            "`vllm_structured_outputs_regex` constrains the policy without telling the trainer. Use "
+            "`constrained_decoding=True`.",
+        ),
+        (
+            bool(args.vllm_server_urls) and args.vllm_mode != "server",
+            '`vllm_server_urls` are of no use with `vllm_mode="colocate"`. Set `vllm_mode="server"`.',
         ),
         (
             args.gradient_accumulation_steps % cast("int", args.steps_per_generation),

@@ -43,5 +43,9 @@ class RolloutError(MCPGRPOError, RuntimeError):
     """Rollouts that cannot be trained on, such as too many failed by their servers."""
 
 
+class SamplerError(MCPGRPOError, RuntimeError):
+    """A sampler that has failed, or that samples from other weights than those that are trained."""
+
+
 class HealthError(MCPGRPOError, RuntimeError):
     """A run that cannot learn, found by a health check with `strict_health=True`."""

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, policy_for_generation
+from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, vllm_made_by
 from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import (
@@ -27,7 +27,8 @@ from mcp_grpo.learning import (
     trajectory_metrics,
 )
 from mcp_grpo.publishing import PublishingTrainer
-from mcp_grpo.rollout import Renderer, RolloutEngine, TransformersGenerator, derived_seed
+from mcp_grpo.rollout import Renderer, RolloutEngine, derived_seed
+from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
 from mcp_grpo.tasks import task_from_row, tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
 
@@ -97,6 +98,7 @@ class MCPGRPOTrainer(PublishingTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = MCPGRPOConfig(f"{Path(name).name}-MCP-GRPO")
         self._engine: RolloutEngine | None = None
+        self._sampler: Sampler | None = None
         self._tasks: list[Task] = []
         self._trajectories: list[Trajectory] = []
         self._num_rollouts = 0
@@ -114,12 +116,15 @@ class MCPGRPOTrainer(PublishingTrainer):
         self._engine = RolloutEngine(servers, args.make_cassette())
         try:
             self._engine.catalog.check(*tasks)
-            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+            args.vllm_importance_sampling_correction = False  # `old_logps` says what is corrected
+            with vllm_made_by(vllm_backend(args)):
+                super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+            self._sampler = VLLMSampler(self, self._engine) if self.use_vllm else TransformersSampler(self)
             self._renderer = Renderer(
                 self._tokenizer, end_of_turn_ids=self.eos_token_ids, chat_template_kwargs=self.chat_template_kwargs
             )
             self._renderer.check_tools([tool.schema for tool in self._engine.catalog.tools])
-            self._limits = args.limits(self.model.config)
+            self._limits = args.limits(self.model.config, self._sampler.max_context)
             self._engine.check_prompts(tasks, self._renderer, self._limits)
             self._grammars = args.make_grammars(self._renderer)
             self._schema_mask = args.make_schema_mask(self._renderer, self._grammars)
@@ -135,6 +140,8 @@ class MCPGRPOTrainer(PublishingTrainer):
 
     def close(self) -> None:
         """End every server. Safe to call more than once."""
+        if self._sampler is not None:
+            self._sampler.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -173,18 +180,14 @@ class MCPGRPOTrainer(PublishingTrainer):
         self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, on_done: Any = None
     ) -> list[Trajectory]:
         assert self._engine
+        assert self._sampler
         self._num_rollouts += 1
         seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
-        with policy_for_generation(self) as model:
+        with self._sampler.awake(lambda: self._engine.prompt_ids(tasks, self._renderer)) as generator:
             return self._engine.roll_out(
                 tasks,
                 renderer=self._renderer,
-                generator=TransformersGenerator(
-                    model,
-                    end_of_turn_ids=self.eos_token_ids,
-                    pad_token_id=self._tokenizer.pad_token_id,
-                    autocast=self.accelerator.autocast,
-                ),
+                generator=generator,
                 limits=self._limits,
                 temperature=self.temperature if temperature is None else temperature,
                 seed=seed,

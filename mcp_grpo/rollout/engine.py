@@ -2,12 +2,12 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import start_blocking_portal
@@ -22,6 +22,8 @@ from mcp_grpo.types import Task, Trajectory
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_HEAVIEST = 3  # tools that are named when there are too many
 
@@ -46,7 +48,7 @@ class RolloutEngine:
             self._portal = stack.enter_context(start_blocking_portal(name="mcp-grpo"))
             pool = ToolPool(servers, cassette)
             self._pool = stack.enter_context(self._portal.wrap_async_context_manager(pool))
-            self._rollouts: list[Future[None]] = []
+            self._rollouts: list[Future[Any]] = []
             stack.callback(_cancel, self._rollouts)  # first of all: they may wait for a generator nobody serves
             # `close` must not hold the engine, or it would never be collected.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
@@ -68,6 +70,21 @@ class RolloutEngine:
             `list[dict[str, Any]]`: Their schemas.
         """
         return [tool.schema for tool in self.catalog.tools_for(task)]
+
+    def prompt_ids(self, tasks: Iterable[Task], renderer: Renderer) -> list[tuple[int, ...]]:
+        """
+        What the policy reads first.
+
+        Args:
+            tasks (`Iterable[Task]`):
+                Tasks of tools that exist.
+            renderer (`Renderer`):
+                Messages to tokens.
+
+        Returns:
+            `list[tuple[int, ...]]`: The tokens of each prompt.
+        """
+        return [renderer.prompt_ids(task.prompt, self.schemas_for(task)) for task in tasks]
 
     def close(self) -> None:
         """End every server. Safe to call more than once."""
@@ -193,18 +210,33 @@ class RolloutEngine:
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
 
+        self.ask(generator, attempt_all)
+        return [trajectory for trajectory in trajectories if trajectory is not None]
+
+    def ask(self, generator: Generator, question: Callable[[], Awaitable[T]]) -> T:
+        """
+        Wait for something that needs a generator.
+
+        Args:
+            generator (`Generator`):
+                The generator, which is served on this thread meanwhile.
+            question (`Callable[[], Awaitable[T]]`):
+                What to wait for.
+
+        Returns:
+            `T`: Its result.
+        """
         try:
-            future = self._portal.start_task_soon(attempt_all, name="rollout")
+            future = self._portal.start_task_soon(question, name="rollout")
             self._rollouts.append(future)
             generator.serve(until=future)
-            future.result()
+            return future.result()
         finally:
             # After Ctrl-C or an error in the generator the trajectories are still waiting for it.
             _cancel(self._rollouts)
-        return [trajectory for trajectory in trajectories if trajectory is not None]
 
 
-def _cancel(futures: list[Future[None]]) -> None:
+def _cancel(futures: list[Future[Any]]) -> None:
     while futures:
         futures.pop().cancel()
 

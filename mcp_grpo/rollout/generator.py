@@ -22,12 +22,15 @@ class Sampling:
             Start of this turn's own stream of random numbers. What else is in the batch does not change it.
         constraint ([`TurnGrammar`], *optional*):
             Grammar that the turn is confined to, so that its tool calls are always valid. `None` samples freely.
+        trajectory (`int`, *optional*, defaults to `0`):
+            Number of the trajectory that the turn is of, so that all its turns can go to where its prefix is.
     """
 
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
     constraint: TurnGrammar | None = None
+    trajectory: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

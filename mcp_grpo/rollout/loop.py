@@ -205,6 +205,7 @@ class _Attempt:
             temperature=self._temperature,
             seed=seed,
             constraint=None if self._grammars is None else self._grammars.grammar(schemas),
+            trajectory=self._seed,
         )
         generation = await self._generator.generate(self._history, sampling)
         if generation.allowed_logprobs is not None and sampling.constraint is None:

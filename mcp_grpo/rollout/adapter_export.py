@@ -1,0 +1,123 @@
+"""The policy's adapter, written the way vLLM reads it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # those that leave the base model as it was loaded
+
+
+def adapter_problem(policy: Any) -> str | None:
+    """
+    Why vLLM cannot apply the policy's adapter by itself.
+
+    Args:
+        policy (`PreTrainedModel` or `PeftModel`):
+            The policy, unwrapped.
+
+    Returns:
+        `str` or `None`: A clause that says what is in the way, or `None` if nothing is.
+    """
+    if not isinstance(policy, PeftModel):
+        return "the policy has no adapter"
+    config: Any = policy.peft_config["default"]
+    if not isinstance(config, LoraConfig):
+        return f"its adapter is {config.peft_type}, not LoRA"
+    problems = {
+        "`bias` is not 'none'": config.bias != "none" or config.lora_bias,
+        "`use_dora` is on": config.use_dora,
+        "`modules_to_save` are whole layers": config.modules_to_save,
+        "`target_parameters` are no layers": config.target_parameters,
+        "`trainable_token_indices` are rows of an embedding": config.trainable_token_indices,
+        "`layer_replication` repeats layers": config.layer_replication,
+        f"`init_lora_weights={config.init_lora_weights!r}` changes the base model": config.init_lora_weights
+        not in _PLAIN_INITS,
+    }
+    found = next((problem for problem, is_there in problems.items() if is_there), None)
+    if found is None and _rank(policy) > _RANKS[-1]:
+        found = f"its rank of {_rank(policy)} is above {_RANKS[-1]}"
+    return found
+
+
+def max_lora_rank(policy: PeftModel) -> int:
+    """
+    The rank that vLLM must make room for.
+
+    Args:
+        policy (`PeftModel`):
+            The policy.
+
+    Returns:
+        `int`: One of the ranks that vLLM knows.
+    """
+    return next(rank for rank in _RANKS if rank >= _rank(policy))
+
+
+def save_adapter(policy: PeftModel, folder: Path, whole: Any, *, is_writer: bool = True) -> int:
+    """
+    Write the policy's adapter. On several processes all must call it together.
+
+    What each layer scales its adapter by is multiplied into the adapter: vLLM has one factor for all layers, and would
+    be silently wrong where `rank_pattern`, `alpha_pattern` or `use_rslora` give them different ones.
+
+    Args:
+        policy (`PeftModel`):
+            The policy, unwrapped.
+        folder (`Path`):
+            Where to; it is made.
+        whole (`Callable[[Sequence[nn.Parameter]], AbstractContextManager]`):
+            Puts parameters together that are split over processes, for as long as the context lasts.
+        is_writer (`bool`, *optional*, defaults to `True`):
+            Whether this process writes the files.
+
+    Returns:
+        `int`: Bytes written, or that would have been.
+    """
+    scales = {
+        name: module.scaling["default"]
+        for name, module in policy.named_modules()
+        if isinstance(module, LoraLayer) and "default" in module.scaling
+    }
+    state = _adapter_state(policy, scales, whole)
+    state = {name: value.contiguous() for name, value in state.items()}
+    if is_writer:
+        folder.mkdir(parents=True)
+        config: Any = deepcopy(policy.peft_config["default"])
+        config.r = config.lora_alpha = _rank(policy)
+        config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        save_file(state, folder / "adapter_model.safetensors")
+    return sum(value.numel() * value.element_size() for value in state.values())
+
+
+@torch.no_grad()
+def _adapter_state(policy: PeftModel, scales: dict[str, float], whole: Any) -> dict[str, torch.Tensor]:
+    named = {name: p for name, p in policy.named_parameters() if ".default" in name and "lora_" in name}
+    values: dict[str, torch.Tensor] = {}
+    with _gathered(whole, list(named.values())):
+        for name, parameter in named.items():
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            layer, _, rest = name.partition(".lora_")
+            is_second = rest.startswith(("B.", "embedding_B."))
+            values[name] = (value * scales[layer] if is_second else value).detach().cpu()
+    return get_peft_model_state_dict(policy, values, adapter_name="default", save_embedding_layers=False)
+
+
+def _gathered(whole: Any, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    return whole(parameters)
+
+
+def _rank(policy: PeftModel) -> int:
+    config: Any = policy.peft_config["default"]
+    return max([config.r, *config.rank_pattern.values()])

@@ -1,0 +1,229 @@
+"""What TRL runs vLLM with in process, made to take adapters as well as whole weights."""
+
+import random
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from mcp_grpo._trl import VLLMGeneration, engine_arguments
+from mcp_grpo.errors import SamplerError, SettingsError
+from mcp_grpo.rollout.adapter_export import adapter_problem, max_lora_rank, save_adapter
+from mcp_grpo.rollout.vllm_generator import VLLMGenerator
+
+
+WeightSync = Literal["auto", "merge", "adapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMSettings:
+    """
+    What there is to know beside TRL's own settings.
+
+    Args:
+        weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How weights get to vLLM: `"merge"` sends the whole model with the adapter merged into it, `"adapter"` only
+            the adapter. `"auto"` merges in process, where that is cheap and sampling is then faster, and sends adapters
+            to servers and to quantised models.
+        engine (`Mapping[str, Any]`, *optional*):
+            Further arguments of the engine in process.
+        urls (`Sequence[str]`, *optional*):
+            Addresses of several servers.
+        folder (`Path`, *optional*):
+            Where weights for servers are written; they must be able to read it.
+    """
+
+    weight_sync: WeightSync = "auto"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    urls: Sequence[str] = ()
+    folder: Path = Path()
+
+
+class VLLMBackend(VLLMGeneration):
+    """
+    TRL's vLLM backend in process (`vllm_mode="colocate"`).
+
+    TRL's way to start the engine, to send whole weights and to sleep stays as it is.
+
+    Args:
+        settings ([`VLLMSettings`]):
+            What there is to know beside TRL's own settings.
+        kwargs (`Any`):
+            What TRL passes to [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        weight_sync (`str`):
+            `"merge"` or `"adapter"`: how weights are sent.
+        bytes_sent (`int`):
+            Size of what was sent last.
+    """
+
+    def __init__(self, *, settings: VLLMSettings, **kwargs: Any) -> None:
+        self._settings = settings
+        self.weight_sync = _chosen(settings.weight_sync, kwargs["model"], kwargs["mode"])
+        self.bytes_sent = 0
+        self._version = 0
+        self._adapter: Any = None
+        self._folder: Path | None = None
+        super().__init__(**kwargs)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether only the adapter is sent."""
+        return self.weight_sync == "adapter"
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its completion that vLLM has room for."""
+        return self.llm.llm_engine.model_config.max_model_len
+
+    @property
+    def can_run_beside_training(self) -> bool:
+        """Whether it may sample while the policy trains."""
+        return not self.enable_sleep_mode
+
+    def make_generator(self, end_of_turn_ids: Sequence[int]) -> Any:
+        """
+        The generator over the engine.
+
+        Args:
+            end_of_turn_ids (`Sequence[int]`):
+                Tokens that end a turn.
+
+        Returns:
+            [`Generator`]: It samples from the weights that were sent last.
+        """
+        return VLLMGenerator(self.llm.llm_engine, end_of_turn_ids=end_of_turn_ids, adapter=lambda: self._adapter)
+
+    def wake_up(self) -> None:
+        """Get ready to sample, if the engine sleeps while the policy trains."""
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+
+    def sleep(self) -> None:
+        """Give memory back for training, if the engine is to sleep then."""
+        if self.enable_sleep_mode:
+            # Merged weights are sent anew next time; those below an adapter are kept.
+            self.llm.sleep(level=1 if self.sends_adapters else 2)
+            self._llm_weights_sleeping = True
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine must get its weights before it samples."""
+        return self.enable_sleep_mode and self._llm_weights_sleeping
+
+    def close(self) -> None:
+        """Remove what was written for vLLM. Safe to call more than once."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def sync_weights(self) -> None:
+        """Send the policy's weights as they are now. On several processes all must call it together."""
+        self._version += 1
+        if self.sends_adapters:
+            self._send_adapter()
+        else:
+            self._send_weights()
+
+    def _init_vllm(self) -> None:
+        arguments: dict[str, Any] = {}
+        if self.sends_adapters:
+            arguments = {"enable_lora": True, "max_lora_rank": max_lora_rank(self._policy), "max_loras": 1}
+        sleeps, is_cpu = self.enable_sleep_mode, self.accelerator.device.type == "cpu"
+        if is_cpu:  # a share of the whole machine's memory there
+            arguments |= {"gpu_memory_utilization": None, "kv_cache_memory_bytes": 256 << 20, "dtype": "float32"}
+        if self.sends_adapters and sleeps:
+            # TRL would drop the weights now; those below the adapter are not sent again.
+            arguments |= {"enable_sleep_mode": True}
+            self.enable_sleep_mode = False
+        with engine_arguments({**arguments, **self._settings.engine}), _random_state_kept():
+            super()._init_vllm()
+        if self.sends_adapters and sleeps:
+            self.enable_sleep_mode = True
+            self.sleep()
+
+    @property
+    def _policy(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _iter_named_params(self) -> Generator[tuple[str, torch.Tensor]]:
+        for name, value in super()._iter_named_params():
+            self.bytes_sent += value.numel() * value.element_size()
+            yield name, value
+
+    def _send_weights(self) -> None:
+        self.bytes_sent = 0
+        if self.accelerator.device.type != "cpu":
+            super().sync_weights()
+            return
+        # On a CPU, vLLM packs weights in a way that TRL's own loading does not know.
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+        # It packs what it has loaded, but not a second time for an output layer that shares the embedding's weights.
+        model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        for layer in model.modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
+        self.llm.reset_prefix_cache()
+
+    def _send_adapter(self) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if self.is_asleep:
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        engine, old = self.llm.llm_engine, self._adapter
+        folder = self._written_adapter()
+        new = LoRARequest(f"version-{self._version}", self._version, str(folder))
+        # Loaded now: one that cannot be would otherwise be found out in the midst of sampling, and stall the engine.
+        if not engine.add_lora(new):
+            raise SamplerError(
+                f'vLLM does not load the policy\'s adapter. Set `weight_sync="merge"`. It is in {folder}.'
+            )
+        self._adapter = new
+        if old is not None:
+            engine.remove_lora(old.lora_int_id)
+            shutil.rmtree(old.lora_path, ignore_errors=True)
+
+    def _written_adapter(self, is_writer: bool = True) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="mcp-grpo-", dir=_fast_folder()))
+        folder = self._folder / f"version-{self._version}"
+        self.bytes_sent = save_adapter(self._policy, folder, self._dist.gather_params, is_writer=is_writer)
+        return folder
+
+
+def _chosen(weight_sync: WeightSync, policy: Any, mode: str) -> str:
+    problem = adapter_problem(policy)
+    is_quantized = getattr(policy.config, "quantization_config", None) is not None
+    if is_quantized and (weight_sync == "merge" or problem is not None):
+        raise SettingsError(
+            "The base model is quantised, so that only the adapter can be sent to vLLM"
+            + (f", but {problem}." if problem else '. Set `weight_sync` to "adapter" or "auto".')
+        )
+    if weight_sync == "adapter" and problem is not None:
+        raise SettingsError(f'`weight_sync="adapter"` is not possible: {problem}. Set `weight_sync="merge"`.')
+    if weight_sync != "auto":
+        return weight_sync
+    return "adapter" if is_quantized or (mode == "server" and problem is None) else "merge"
+
+
+def _fast_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@contextmanager
+def _random_state_kept() -> Generator[None]:
+    """vLLM seeds every source of random numbers of the process; the run's own go on where they were."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
