@@ -12,9 +12,11 @@ quickstart: $(VENV)/installed  ## Make the environment and train a small model o
 	$(LAUNCH) recipes/quickstart.py
 
 test: $(VENV)/installed  ## Make the environment and run the tests
+	@$(BIN)/python tests/install_vllm.py
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
+	@$(BIN)/python tests/install_vllm.py
 	$(BIN)/python -m pytest
 
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
