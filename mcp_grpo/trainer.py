@@ -179,9 +179,13 @@ class MCPGRPOTrainer(BatchingTrainer):
         self._num_rollouts += 1
         progress = self._progress if is_batch else RolloutProgress()
         schedule = self.args.schedule(is_batch=is_batch, is_training=self.model.training)
-        is_silent = self.args.disable_tqdm or not self.is_world_process_zero()
+        bar = progress_bar(
+            progress,
+            total=progress.num_trajectories + len(tasks),
+            disable=self.args.disable_tqdm or not self.is_world_process_zero(),
+        )
         seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
-        with policy_for_generation(self) as model, progress_bar(progress, disable=is_silent):
+        with policy_for_generation(self) as model, bar:
             return self._engine.roll_out(
                 tasks,
                 renderer=self._renderer,

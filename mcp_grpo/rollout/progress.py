@@ -98,13 +98,15 @@ class RolloutProgress:
 
 
 @contextmanager
-def progress_bar(progress: RolloutProgress, *, disable: bool = False) -> Generator[None]:
+def progress_bar(progress: RolloutProgress, total: int, *, disable: bool = False) -> Generator[None]:
     """
     Draw a bar for a rollout, in a terminal or a notebook, and take it away at the end.
 
     Args:
         progress ([`RolloutProgress`]):
             What the rollout counts with.
+        total (`int`):
+            How many trajectories it will have counted at the end.
         disable (`bool`, *optional*, defaults to `False`):
             Whether to draw nothing.
     """
@@ -113,12 +115,12 @@ def progress_bar(progress: RolloutProgress, *, disable: bool = False) -> Generat
         return
     is_done = threading.Event()
     bar_format = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"
-    with tqdm(desc="Rolling out", total=0, leave=False, dynamic_ncols=True, bar_format=bar_format) as bar:
+    with tqdm(desc="Rolling out", total=total, leave=False, dynamic_ncols=True, bar_format=bar_format) as bar:
 
         def draw() -> None:
             # By the clock, not by what happens: while tools take their time, nothing does.
             while not is_done.wait(REFRESH_SECONDS):
-                bar.total, bar.n = progress.num_trajectories, progress.num_done
+                bar.n = progress.num_done
                 bar.set_postfix_str(str(progress))
 
         drawing = threading.Thread(target=draw, name="mcp-grpo-progress", daemon=True)

@@ -321,7 +321,7 @@ def test_the_bar_shows_how_far_it_is_and_goes_away(
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.01)
     figures = RolloutProgress()
     shown, deadline = "", time.monotonic() + 10
-    with figures.rolling_out(8), progress_bar(figures):
+    with figures.rolling_out(8), progress_bar(figures, total=8):
         figures.num_done, figures.num_turns = 3, 5
         while not ("3/8" in shown and "5 turns" in shown) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -333,7 +333,7 @@ def test_the_bar_shows_how_far_it_is_and_goes_away(
 
 
 def test_no_bar_is_drawn_where_there_is_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(RolloutProgress(), disable=True):
+    with progress_bar(RolloutProgress(), total=8, disable=True):
         assert "mcp-grpo-progress" not in {thread.name for thread in threading.enumerate()}
     assert capsys.readouterr().err == ""
 
