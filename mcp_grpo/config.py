@@ -11,7 +11,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning import GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
-from mcp_grpo.rollout import Limits, Renderer
+from mcp_grpo.rollout import Limits, Renderer, Schedule
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
 
@@ -24,6 +24,7 @@ TRUNCATIONS = ["terminal", "mask", "bootstrap"]
 WEIGHT_SYNCS = ["auto", "merge", "adapter"]
 OLD_LOGPS = ["sampler", "trainer"]
 REF_SYNCS = ["none", "ema", "hard"]
+STRAGGLER_POLICIES = ["wait", "cut"]
 FRACTIONS = (
     "max_failed_fraction",
     "schema_mask_min_prob",
@@ -42,7 +43,14 @@ COUNTS = (
     "value_warmup_steps",
     "dynamic_sampling",
 )
-POSITIVE_OR_NONE = ("value_clip_range", "kl_target", "kl_hard_cap", "weight_sync_tolerance")
+POSITIVE_OR_NONE = (
+    "value_clip_range",
+    "kl_target",
+    "kl_hard_cap",
+    "weight_sync_tolerance",
+    "max_concurrent_trajectories",
+    "batch_timeout",
+)
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
 
@@ -68,6 +76,21 @@ class MCPGRPOConfig(GRPOConfig):
         max_failed_fraction (`float`, *optional*, defaults to `0.25`):
             Share of the trajectories of a batch that may fail for reasons the policy is not to blame for (a server that
             broke, a deadline). With more, training stops with an error that says what broke.
+        max_concurrent_trajectories (`int`, *optional*):
+            Trajectories that each process has under way at a time. The others wait in a queue, and those of tasks that took
+            most turns so far start first. What is sampled does not depend on it. If `None`, a whole batch.
+        batch_timeout (`float`, *optional*):
+            Seconds that the rollout of a batch may take, in training and in evaluation; each round of `dynamic_sampling` has
+            as many again. Trajectories that are still under way or in the queue then end, and count as failed. If `None`,
+            there is no limit but `trajectory_timeout`.
+        straggler_policy (`str`, *optional*, defaults to `"wait"`):
+            What becomes of the last trajectories of a batch: `"wait"` waits for them; `"cut"` ends them once
+            `straggler_quantile` of the process's batch has ended, while training. They enter neither the loss nor the
+            group's baseline, and do not count as failed. This favours short trajectories: the policy learns less from
+            tasks that take long, or from slow tools, and may come to avoid them.
+        straggler_quantile (`float`, *optional*, defaults to `0.9`):
+            Share of the trajectories of a process's batch, above 0 and up to 1, that must have ended before the others are
+            cut. A batch of fewer than 10 has no stragglers at 0.9.
         schema_mask (`str`, *optional*, defaults to `"off"`):
             Whether the syntax of tool calls leaves the policy loss, token by token. `"syntax"` finds it by the chat
             template and the tools' schemas; `"grammar"` by a grammar of them, which needs the extra `grammar`;
@@ -199,6 +222,34 @@ class MCPGRPOConfig(GRPOConfig):
         metadata={
             "help": "Share of the trajectories of a batch that may fail for reasons the policy is not to blame for (a "
             "server that broke, a deadline). With more, training stops with an error that says what broke.",
+        },
+    )
+    max_concurrent_trajectories: int | None = field(
+        default=None,
+        metadata={
+            "help": "Trajectories that each process has under way at a time. The others wait in a queue, and those of tasks "
+            "that took most turns so far start first. If `None`, a whole batch.",
+        },
+    )
+    batch_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that the rollout of a batch may take. Trajectories that are still under way or in the queue then "
+            "end, and count as failed. If `None`, there is no limit but `trajectory_timeout`.",
+        },
+    )
+    straggler_policy: str = field(
+        default="wait",
+        metadata={
+            "help": "What becomes of the last trajectories of a batch, while training. `cut` leaves them out of loss and "
+            "baseline, which favours short trajectories.",
+            "choices": STRAGGLER_POLICIES,
+        },
+    )
+    straggler_quantile: float = field(
+        default=0.9,
+        metadata={
+            "help": "Share of the trajectories of a process's batch that must have ended before the others are cut.",
         },
     )
     schema_mask: str = field(
@@ -455,6 +506,12 @@ class MCPGRPOConfig(GRPOConfig):
                 f"`trajectory_timeout` must be a positive number of seconds, got {self.trajectory_timeout}."
             )
         self._check_ranges()
+        self._check_choices(straggler_policy=STRAGGLER_POLICIES)
+        if not 0 < self.straggler_quantile <= 1:
+            raise SettingsError(
+                f"`straggler_quantile` must be above 0 and at most 1, got {self.straggler_quantile}: it is the share of a batch "
+                "that must have ended before the others are cut."
+            )
         self._check_schema_mask()
         self._check_advantages()
         self._check_guards()
@@ -652,8 +709,33 @@ class MCPGRPOConfig(GRPOConfig):
             timeout=self.trajectory_timeout,
         )
 
+    def schedule(self, *, is_batch: bool, is_training: bool) -> Schedule:
+        """
+        How trajectories share their time.
+
+        Args:
+            is_batch (`bool`):
+                Whether they are a batch of training or evaluation, which has a deadline.
+            is_training (`bool`):
+                Whether they are trained on. Only then may those that take long be cut.
+
+        Returns:
+            [`Schedule`]: The schedule.
+        """
+        batch_size = self.per_device_train_batch_size * cast("int", self.steps_per_generation)
+        cuts = is_batch and is_training and self.straggler_policy == "cut"
+        return Schedule(
+            max_concurrent=self.max_concurrent_trajectories or batch_size,
+            batch_timeout=self.batch_timeout if is_batch else None,
+            straggler_quantile=self.straggler_quantile if cuts else None,
+        )
+
 
 NEEDS_SERVERS = (
+    "max_concurrent_trajectories",
+    "batch_timeout",
+    "straggler_policy",
+    "straggler_quantile",
     "schema_mask",
     "constrained_decoding",
     "first_call_retries",

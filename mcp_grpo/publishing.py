@@ -94,6 +94,7 @@ class PublishingTrainer(ObjectiveTrainer):
             "num_processes": self.accelerator.num_processes,
             "step": self._step,
             "num_rollouts": self._num_rollouts,
+            "turns": self._engine and self._engine.turns.state_dict(),
             "health": self._health.state_dict(),
             "kl_control": self._kl_control and self._kl_control.state_dict(),
             "critic": self._critic and self._critic.state_dict(),
@@ -121,6 +122,8 @@ class PublishingTrainer(ObjectiveTrainer):
             self._buffered_inputs = own["batch"]
         elif state["batch"] is not None:  # their parts of a batch do not fit: a new one is rolled out
             self._step -= self._step % self._generate_every
+        if self._engine is not None and state["turns"]:
+            self._engine.turns.load_state_dict(state["turns"])
         self._health.load_state_dict(state["health"])
         if self._kl_control is not None and state["kl_control"]:
             self._kl_control.load_state_dict(state["kl_control"])

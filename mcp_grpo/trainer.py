@@ -1,39 +1,37 @@
 """`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from tqdm.auto import tqdm
 
-from mcp_grpo._trl import COMPLETIONS, ROW_MEAN_LOSSES, disable_dropout_in_model, vllm_made_by
+from mcp_grpo._trl import COMPLETIONS, disable_dropout_in_model, vllm_made_by
+from mcp_grpo.batching import BatchingTrainer
 from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import (
     Ratio,
     SchemaMask,
     check_failures,
-    check_groups,
-    other_rows,
+    pace_metrics,
     reduced,
-    refill,
     rollout_columns,
+    row_columns,
     token_columns,
     tool_metrics,
     trajectory_metrics,
 )
-from mcp_grpo.publishing import PublishingTrainer
-from mcp_grpo.rollout import Renderer, RolloutEngine, derived_seed
+from mcp_grpo.rollout import Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
 from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
-from mcp_grpo.tasks import task_from_row, tasks_from_rows
+from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
 
 
-class MCPGRPOTrainer(PublishingTrainer):
+class MCPGRPOTrainer(BatchingTrainer):
     """
     Trainer for Group Relative Policy Optimization (GRPO) on tools of MCP servers.
 
@@ -102,6 +100,7 @@ class MCPGRPOTrainer(PublishingTrainer):
         self._tasks: list[Task] = []
         self._trajectories: list[Trajectory] = []
         self._num_rollouts = 0
+        self._progress = RolloutProgress()  # of the batch at hand
         self._schema_mask: SchemaMask | None = None
         self._mask_metrics: dict[str, Ratio] = {}
         if servers is None and not args.replays:
@@ -172,18 +171,24 @@ class MCPGRPOTrainer(PublishingTrainer):
             raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
         tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
         self._engine.catalog.check(*tasks)
-        attempts = [task for task in tasks for _ in range(num_generations)]
-        with tqdm(total=len(attempts), desc="Rolling out", disable=self.args.disable_tqdm) as bar:
-            return self._attempt(attempts, temperature=temperature, on_done=lambda _: bar.update())
+        return self._attempt([task for task in tasks for _ in range(num_generations)], temperature=temperature)
 
     def _attempt(
-        self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, on_done: Any = None
+        self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, is_batch: bool = False
     ) -> list[Trajectory]:
         assert self._engine
         assert self._sampler
         self._num_rollouts += 1
+        progress = self._progress if is_batch else RolloutProgress()
+        schedule = self.args.schedule(is_batch=is_batch, is_training=self.model.training)
+        bar = progress_bar(
+            progress,
+            total=progress.num_trajectories + len(tasks),
+            disable=self.args.disable_tqdm or not self.is_world_process_zero(),
+        )
         seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
-        with self._sampler.awake(lambda: self._engine.prompt_ids(tasks, self._renderer)) as generator:
+        prompts = partial(self._engine.prompt_ids, tasks, self._renderer)
+        with self._sampler.awake(prompts) as generator, bar:
             return self._engine.roll_out(
                 tasks,
                 renderer=self._renderer,
@@ -193,66 +198,10 @@ class MCPGRPOTrainer(PublishingTrainer):
                 seed=seed,
                 grammars=self._grammars if self.args.constrained_decoding else None,
                 first_call_retries=retries,
-                max_concurrent=self.args.per_device_train_batch_size * cast("int", self.args.steps_per_generation),
+                schedule=schedule,
                 finish=self._schema_mask and self._schema_mask.mark,
-                on_done=on_done,
+                progress=progress,
             )
-
-    def _roll_out_batch(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Attempt the tasks of a batch, and others instead of those that nothing can be learnt from."""
-        assert self._engine
-        self._tasks = [task_from_row(row) for row in rows]
-        self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
-        size, rank = self._group_size, self.accelerator.process_index
-        check_groups([task.task_id for task in self._tasks], size, offset=rank * len(rows))
-        self._trajectories = self._attempt(self._tasks, retries=self._retries)
-        if self.args.dynamic_sampling and self.model.training:
-            shares = refill(
-                len(rows),
-                size,
-                max_rounds=self.args.dynamic_sampling,
-                weights=self.reward_weights,
-                rank=rank,
-                num_ranks=self.accelerator.num_processes,
-                score=lambda slots: self._score(rows, slots),
-                replace=lambda groups: self._replace(rows, groups),
-            )
-            self._record({"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]})
-        if self.args.truncation == "mask":
-            self._trajectories = [replace(t, left_out=t.is_cut) for t in self._trajectories]
-        if self._schema_mask is not None:
-            self._trajectories, self._mask_metrics = self._schema_mask(
-                self._trajectories, self._engine.schemas_for, gather_object, rank
-            )
-        return [{**row, "prompt": list(task.prompt)} for row, task in zip(rows, self._tasks, strict=True)]
-
-    def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
-        """Attempt other tasks in some places of the batch, the same one for all places of a group."""
-        dataset, taken = cast(Dataset, self.train_dataset), gather_object([row["task_id"] for row in rows])
-        seed = derived_seed(self.args.seed, gather_object([self._num_rollouts])[0], "refill")  # the same on all ranks
-        drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
-        for slot, group in groups.items():
-            rows[slot] = dataset[drawn[group]]
-            self._tasks[slot] = task_from_row(rows[slot])
-        attempts = self._attempt([self._tasks[slot] for slot in groups], retries=self._retries)
-        for slot, trajectory in zip(groups, attempts, strict=True):
-            self._trajectories[slot] = trajectory
-
-    def _score(self, rows: list[dict[str, Any]], slots: list[int]) -> torch.Tensor:
-        """Rewards of some of the trajectories at hand, and nothing of what their functions log: that comes later."""
-        chosen = [self._trajectories[slot] for slot in slots]
-        inputs = [{**rows[slot], "trajectory": t} for slot, t in zip(slots, chosen, strict=True)]
-        prompts, ids = [list(t.task.prompt) for t in chosen], [list(t.completion_ids) for t in chosen]
-        everything, self._trajectories = self._trajectories, chosen
-        try:
-            return self._calculate_rewards(inputs, prompts, self._completions(), ids)
-        finally:
-            self._trajectories = everything
-            self._pending_extra_logs.clear()
-            self._pending_metrics.clear()
-
-    def _completions(self) -> list[list[dict[str, Any]]]:
-        return [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]
 
     def _generate(self, prompts: list) -> tuple:
         if self._engine is None:
@@ -281,7 +230,8 @@ class MCPGRPOTrainer(PublishingTrainer):
             return
         if self.args.old_logps == "sampler":
             batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
-        metrics = reduced(trajectory_metrics(self._trajectories) | self._mask_metrics, self.accelerator)
+        ratios = trajectory_metrics(self._trajectories) | pace_metrics(self._progress) | self._mask_metrics
+        metrics = reduced(ratios, self.accelerator)
         self._record(metrics | tool_metrics(self._trajectories, gather_object))
         # Gathered, so that every rank stops, and for the same reasons.
         reasons = gather_object([f"{t.stop_reason}: {t.error or ''}" for t in self._trajectories if t.is_failed])
@@ -291,13 +241,12 @@ class MCPGRPOTrainer(PublishingTrainer):
             self._save_before_stopping()
             raise
         batch |= token_columns(self._trajectories, like=batch["completion_ids"])
-        left_out = metrics["rollout/left_out_fraction"]
-        if left_out and self.loss_type in ROW_MEAN_LOSSES:
-            scale = 1 / (1 - left_out) if left_out < 1 else 0.0
-            batch["row_scale"] = torch.tensor(scale, device=self.accelerator.device)
-        if self.args.truncation == "bootstrap":
-            batch["is_cut"] = torch.tensor(
-                [float(t.is_cut) for t in self._trajectories], device=self.accelerator.device
-            )
+        batch |= row_columns(
+            self._trajectories,
+            metrics["rollout/left_out_fraction"],
+            loss_type=self.loss_type,
+            truncation=self.args.truncation,
+            device=self.accelerator.device,
+        )
         if self.args.bootstrap_steps:
             batch |= self._bootstrap_columns(batch, metrics)

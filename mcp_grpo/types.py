@@ -30,9 +30,11 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"
     """A tool result did not fit into the model's context."""
     DEADLINE = "deadline"
-    """The trajectory ran out of wall-clock time."""
+    """The trajectory, or its whole batch, ran out of wall-clock time."""
     SERVER_FAILED = "server_failed"
     """A server broke or did not answer in time: our fault, never the policy's."""
+    STRAGGLER = "straggler"
+    """Most of its batch had ended, and those that were left were cut, as was asked for: no failure."""
 
     @property
     def is_failure(self) -> bool:
@@ -271,6 +273,8 @@ class Trajectory:
             How often its first turn was thrown away and sampled again, because it called no tool.
         left_out (`bool`, *optional*, defaults to `False`):
             Whether loss and baseline leave it out although it did not fail.
+        queue_seconds (`float`, *optional*, defaults to `0.0`):
+            How long it waited to be started, because enough others were under way.
 
     Example:
 
@@ -294,6 +298,7 @@ class Trajectory:
     vocabulary: VocabularyLike | None = field(default=None, repr=False, compare=False)
     num_rejected: int = 0
     left_out: bool = False
+    queue_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -362,7 +367,7 @@ class Trajectory:
     @property
     def is_learnt_from(self) -> bool:
         """Whether it enters loss and baseline."""
-        return not (self.is_failed or self.left_out)
+        return not (self.is_failed or self.left_out or self.stop_reason is StopReason.STRAGGLER)
 
     def explain(self, *, reward: float | None = None) -> TokenView:
         """

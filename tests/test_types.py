@@ -98,6 +98,11 @@ def test_only_faults_that_are_ours_fail_a_trajectory() -> None:
     assert failed == {StopReason.CONTEXT_FULL, StopReason.DEADLINE, StopReason.SERVER_FAILED}
 
 
+def test_a_straggler_is_not_learnt_from_though_it_did_not_fail() -> None:
+    learnt = {reason for reason in StopReason if trajectory((), reason).is_learnt_from}
+    assert learnt == {StopReason.ANSWERED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+
+
 def test_every_result_kind_blames_one_side_at_most() -> None:
     assert not any(kind.is_policy_fault and kind.is_server_fault for kind in ResultKind)
     assert not ToolResult(text="fine").is_error

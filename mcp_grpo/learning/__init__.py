@@ -1,11 +1,11 @@
 """The learning signal."""
 
 from mcp_grpo.learning.advantages import MixingWeight, first_tokens, returns_to_go, to_tokens, turn_baseline, turn_gae
-from mcp_grpo.learning.batches import rollout_columns, token_columns
+from mcp_grpo.learning.batches import rollout_columns, row_columns, token_columns
 from mcp_grpo.learning.bootstrap import Bootstrap, imitation_loss, needs_bootstrap
 from mcp_grpo.learning.checks import check_failures, check_groups
 from mcp_grpo.learning.critic import MIN_SCALE, Critic, turn_columns
-from mcp_grpo.learning.diagnostics import Ratio, reduced, tool_metrics, trajectory_metrics
+from mcp_grpo.learning.diagnostics import Ratio, pace_metrics, reduced, tool_metrics, trajectory_metrics
 from mcp_grpo.learning.extras import kl_of_masked
 from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
@@ -54,11 +54,13 @@ __all__ = [
     "load_value_head",
     "needs_bootstrap",
     "other_rows",
+    "pace_metrics",
     "ratio_quantiles",
     "reduced",
     "refill",
     "returns_to_go",
     "rollout_columns",
+    "row_columns",
     "save_value_head",
     "to_tokens",
     "token_columns",

@@ -7,6 +7,7 @@ from operator import is_
 import numpy as np
 import torch
 
+from mcp_grpo._trl import ROW_MEAN_LOSSES
 from mcp_grpo.types import TokenRole, Trajectory
 
 
@@ -78,4 +79,34 @@ def token_columns(trajectories: Sequence[Trajectory], like: torch.Tensor) -> dic
     if any(trajectory.roles is not None for trajectory in trajectories):
         forced = [bytes(map(is_, (t and t.roles) or (), repeat(TokenRole.FORCED))) for t in learnt]
         columns["forced"] = padded(forced, like, 0.0)
+    return columns
+
+
+def row_columns(
+    trajectories: Sequence[Trajectory], left_out: float, *, loss_type: str, truncation: str, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """
+    What the loss needs to know of each trajectory, beside what TRL tells it.
+
+    Args:
+        trajectories (`Sequence[Trajectory]`):
+            Finished trajectories.
+        left_out (`float`):
+            Share of the trajectories of all processes that are left out of loss and baseline.
+        loss_type (`str`):
+            TRL's name of the loss.
+        truncation (`str`):
+            What a trajectory is that ran out of turns or tokens.
+        device (`torch.device`):
+            Where the tensors are to be.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Where they are needed, `row_scale`, a scalar that makes up for rows which are left out
+        and still counted in the denominator; and `is_cut`, of shape `(B,)`, 1 for what ran out of turns or tokens.
+    """
+    columns: dict[str, torch.Tensor] = {}
+    if left_out and loss_type in ROW_MEAN_LOSSES:
+        columns["row_scale"] = torch.tensor(1 / (1 - left_out) if left_out < 1 else 0.0, device=device)
+    if truncation == "bootstrap":
+        columns["is_cut"] = torch.tensor([float(t.is_cut) for t in trajectories], device=device)
     return columns

@@ -52,5 +52,6 @@ def check_failures(reasons: Sequence[str], fraction: float, limit: float) -> Non
     raise RolloutError(
         f"{fraction:.0%} of the trajectories failed for reasons the policy is not to blame for, more than "
         f"`max_failed_fraction` ({limit:.0%}):\n{listed}\n"
-        "Mend the servers, give them more time (`call_timeout`, `trajectory_timeout`), or raise the limit."
+        "Mend the servers, give them more time (`call_timeout`, `trajectory_timeout`, `batch_timeout`), or raise the "
+        "limit."
     )

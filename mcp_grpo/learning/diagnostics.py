@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mcp_grpo.rollout import RolloutProgress
 from mcp_grpo.types import ResultKind, StopReason, Trajectory
 
 
@@ -19,12 +20,12 @@ class Ratio:
     Args:
         total (`float`):
             Sum of what is averaged.
-        count (`int`):
+        count (`float`):
             How many there were.
     """
 
     total: float
-    count: int
+    count: float
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
@@ -56,8 +57,11 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
               were kept, where the sampler draws from pi and throwing away makes q of it; 0 if none was thrown away. It
               is estimated for each task by itself, from its trajectories on this rank.
             - `rollout/failed_fraction`: share of trajectories that ended for a reason the policy is not to blame for.
-            - `rollout/left_out_fraction`: share of trajectories left out of loss and baseline, for that or by `truncation`.
-            - `rollout/seconds`: seconds per trajectory.
+            - `rollout/straggler_fraction`: share of trajectories that were cut because most of their batch had ended.
+            - `rollout/left_out_fraction`: share of trajectories left out of loss and baseline, for one of these or by
+              `truncation`.
+            - `rollout/trajectory_seconds`: seconds per trajectory.
+            - `rollout/queue_seconds`: seconds that a trajectory waited to be started.
     """
     results = [exchange.result for trajectory in trajectories for exchange in trajectory.exchanges]
     kinds = [result.kind for result in results]
@@ -92,7 +96,29 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
         "rollout/rejection_cost": Ratio(total=sum(costs), count=len(costs)),
         "rollout/failed_fraction": per_trajectory(sum(trajectory.is_failed for trajectory in trajectories)),
         "rollout/left_out_fraction": per_trajectory(sum(not t.is_learnt_from for t in trajectories)),
-        "rollout/seconds": per_trajectory(sum(trajectory.seconds for trajectory in trajectories)),
+        "rollout/straggler_fraction": per_trajectory(stops.count(StopReason.STRAGGLER)),
+        "rollout/trajectory_seconds": per_trajectory(sum(trajectory.seconds for trajectory in trajectories)),
+        "rollout/queue_seconds": per_trajectory(sum(trajectory.queue_seconds for trajectory in trajectories)),
+    }
+
+
+def pace_metrics(progress: RolloutProgress) -> dict[str, Ratio]:
+    """
+    How fast a batch was rolled out.
+
+    Args:
+        progress ([`RolloutProgress`]):
+            What was counted, groups that were replaced since included.
+
+    Returns:
+        `dict[str, Ratio]`: Metric keys and their ratios:
+
+            - `rollout/seconds`: wall-clock time of the rollout, as the mean over processes.
+            - `rollout/tokens_per_second`: tokens that the policy sampled per second and process.
+    """
+    return {
+        "rollout/seconds": Ratio(total=progress.seconds, count=1),
+        "rollout/tokens_per_second": Ratio(total=progress.num_tokens, count=progress.seconds),
     }
 
 

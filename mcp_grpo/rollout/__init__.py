@@ -3,19 +3,26 @@
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.generator import Generation, Generator, Sampling
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
+from mcp_grpo.rollout.progress import RolloutProgress, progress_bar
 from mcp_grpo.rollout.renderer import ParsedTurn, Renderer
+from mcp_grpo.rollout.scheduling import Cutoff, Schedule, TurnHistory
 from mcp_grpo.rollout.transformers_generator import TransformersGenerator
 
 
 __all__ = [
+    "Cutoff",
     "Generation",
     "Generator",
     "Limits",
     "ParsedTurn",
     "Renderer",
     "RolloutEngine",
+    "RolloutProgress",
     "Sampling",
+    "Schedule",
     "TransformersGenerator",
+    "TurnHistory",
     "derived_seed",
+    "progress_bar",
     "roll_out",
 ]

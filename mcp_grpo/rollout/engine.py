@@ -1,10 +1,13 @@
 """Many trajectories at once, each its own coroutine, driven from synchronous code."""
 
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +19,9 @@ from mcp_grpo.errors import CatalogError
 from mcp_grpo.rollout.generator import Generator
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
+from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import Renderer
+from mcp_grpo.rollout.scheduling import Cutoff, Schedule, TurnHistory
 from mcp_grpo.tools import Cassette, Catalog, Tool, ToolPool
 from mcp_grpo.types import Task, Trajectory
 
@@ -48,7 +53,9 @@ class RolloutEngine:
             self._portal = stack.enter_context(start_blocking_portal(name="mcp-grpo"))
             pool = ToolPool(servers, cassette)
             self._pool = stack.enter_context(self._portal.wrap_async_context_manager(pool))
-            self._rollouts: list[Future[Any]] = []
+            self.turns = TurnHistory()
+            """How long attempts at each task were; the order of rollouts follows it."""
+            self._rollouts: set[Future[Any]] = set()
             stack.callback(_cancel, self._rollouts)  # first of all: they may wait for a generator nobody serves
             # `close` must not hold the engine, or it would never be collected.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
@@ -144,12 +151,13 @@ class RolloutEngine:
         seed: int = 0,
         grammars: TurnGrammars | None = None,
         first_call_retries: int = 0,
-        max_concurrent: int | None = None,
+        schedule: Schedule | None = None,
         finish: Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory] | None = None,
-        on_done: Callable[[Trajectory], None] | None = None,
+        progress: RolloutProgress | None = None,
     ) -> list[Trajectory]:
         """
-        Attempt many tasks at the same time.
+        Attempt many tasks at the same time. Where not all of them may be under way at once, those that took most turns
+        before start first. What is sampled does not depend on that.
 
         Args:
             tasks (`Sequence[Task]`):
@@ -169,48 +177,62 @@ class RolloutEngine:
             first_call_retries (`int`, *optional*, defaults to `0`):
                 How often the first turn of a trajectory may be thrown away and sampled again because the policy ended it
                 without a tool call.
-            max_concurrent (`int`, *optional*):
-                How many may be under way at a time; all of them, if not given.
+            schedule ([`Schedule`], *optional*):
+                How many may be under way at a time, and what ends those that take too long. If not given, all at once,
+                and all to their end.
             finish (`Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory]`, *optional*):
                 Called on the engine's thread as each trajectory ends, while others are still under way: gets it and the
                 schemas of its tools, and returns what is to stand in its place.
-            on_done (`Callable[[Trajectory], None]`, *optional*):
-                Called on the engine's thread after that.
+            progress ([`RolloutProgress`], *optional*):
+                Where it is counted how far the rollout is.
 
         Returns:
             `list[Trajectory]`: One per task, in their order.
         """
+        schedule, progress = schedule or Schedule(), progress or RolloutProgress()
         trajectories: list[Trajectory | None] = [None] * len(tasks)
-        under_way = anyio.CapacityLimiter(max_concurrent or max(1, len(tasks)))
+        queue = deque(self.turns.longest_first(tasks))
+        start, first_done = time.monotonic(), progress.num_done
 
-        async def attempt(index: int) -> None:
-            async with under_way:
-                trajectory = await roll_out(
-                    tasks[index],
-                    pool=self._pool,
-                    renderer=renderer,
-                    generator=generator,
-                    limits=limits,
-                    temperature=temperature,
-                    seed=derived_seed(seed, index),
-                    grammars=grammars,
-                    first_call_retries=first_call_retries,
-                )
+        async def attempt(index: int, cutoff: Cutoff) -> None:
+            queue_seconds = time.monotonic() - start
+            trajectory = await roll_out(
+                tasks[index],
+                pool=self._pool,
+                renderer=renderer,
+                generator=generator,
+                limits=limits,
+                temperature=temperature,
+                seed=derived_seed(seed, index),
+                grammars=grammars,
+                first_call_retries=first_call_retries,
+                cutoff=cutoff,
+                progress=progress,
+            )
+            trajectory = replace(trajectory, queue_seconds=queue_seconds)
             if finish is not None:
                 trajectory = finish(trajectory, self.schemas_for(trajectory.task))
             trajectories[index] = trajectory
-            if on_done is not None:
-                on_done(trajectory)
+            self.turns.add(trajectory)
+            progress.num_done += 1
+            if schedule.has_stragglers(progress.num_done - first_done, len(tasks)):
+                cutoff.cut()
+
+        async def work(cutoff: Cutoff) -> None:
+            while queue:
+                await attempt(queue.popleft(), cutoff)
 
         async def attempt_all() -> None:
+            cutoff = Cutoff(schedule.batch_timeout)
             try:
                 async with anyio.create_task_group() as group:
-                    for index in range(len(tasks)):
-                        group.start_soon(attempt, index)
+                    for _ in range(min(schedule.max_concurrent or len(tasks), len(tasks))):
+                        group.start_soon(work, cutoff)
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
 
-        self.ask(generator, attempt_all)
+        with progress.rolling_out(len(tasks)):
+            self.ask(generator, attempt_all)
         return [trajectory for trajectory in trajectories if trajectory is not None]
 
     def ask(self, generator: Generator, question: Callable[[], Awaitable[T]]) -> T:
@@ -226,19 +248,20 @@ class RolloutEngine:
         Returns:
             `T`: Its result.
         """
+        future = self._portal.start_task_soon(question, name="rollout")
+        self._rollouts.add(future)
         try:
-            future = self._portal.start_task_soon(question, name="rollout")
-            self._rollouts.append(future)
             generator.serve(until=future)
             return future.result()
         finally:
             # After Ctrl-C or an error in the generator the trajectories are still waiting for it.
-            _cancel(self._rollouts)
+            future.cancel()
+            self._rollouts.discard(future)
 
 
-def _cancel(futures: list[Future[Any]]) -> None:
-    while futures:
-        futures.pop().cancel()
+def _cancel(futures: set[Future[Any]]) -> None:
+    for future in list(futures):
+        future.cancel()
 
 
 def _prompt_length(renderer: Renderer, task: Task, tools: Sequence[Tool]) -> int:

@@ -61,7 +61,8 @@ class Generator(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """
-        Sample one turn. Any number of these may be awaited at once, from any event loop.
+        Sample one turn. Any number of these may be awaited at once, from any event loop. One that is cancelled is not to be
+        sampled any further.
 
         Args:
             prompt_ids (`Sequence[int]`):

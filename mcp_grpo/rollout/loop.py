@@ -3,14 +3,18 @@
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import anyio
+import anyio.lowlevel
 
 from mcp_grpo.errors import RolloutError, ToolServerError
 from mcp_grpo.rollout.generator import Generation, Generator, Sampling
 from mcp_grpo.rollout.grammar import TurnGrammars
+from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
+from mcp_grpo.rollout.scheduling import Cutoff
 from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
@@ -51,6 +55,8 @@ async def roll_out(
     seed: int = 0,
     grammars: TurnGrammars | None = None,
     first_call_retries: int = 0,
+    cutoff: Cutoff | None = None,
+    progress: RolloutProgress | None = None,
 ) -> Trajectory:
     """
     Attempt a task once: generate, call the tools, append what they say, until an answer or a limit.
@@ -79,19 +85,31 @@ async def roll_out(
             The last draw is kept whatever it is. What was thrown away leaves no trace but its number and the time it took.
             A turn that did not end or has a call that cannot be read is kept, and so is one without chance or without
             tools.
+        cutoff ([`Cutoff`], *optional*):
+            What may end it from outside, waiting for a lease included.
+        progress ([`RolloutProgress`], *optional*):
+            Where turns, tokens and tool calls are counted.
 
     Returns:
         [`Trajectory`]: The finished record.
     """
-    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars, first_call_retries)
+    cutoff, progress = cutoff or Cutoff(), progress or RolloutProgress()
+    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars, first_call_retries, progress)
     stop_reason, seconds = StopReason.DEADLINE, 0.0
     try:
-        async with pool.lease(task) as lease:
-            # Getting a lease and giving it back takes what the servers take, which is not the policy's time.
-            start = time.monotonic()
-            with anyio.move_on_after(limits.timeout):
-                stop_reason = await attempt.run(lease)
-            seconds = time.monotonic() - start
+        async with AsyncExitStack() as stack:  # around the scope: whatever ends a trajectory, its lease is given back
+            with cutoff.scope() as scope:
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                lease = await stack.enter_async_context(pool.lease(task))
+                # Getting a lease and giving it back takes what the servers take, which is not the policy's time.
+                start = time.monotonic()
+                try:
+                    with anyio.move_on_after(limits.timeout):
+                        stop_reason = await attempt.run(lease)
+                finally:
+                    seconds = time.monotonic() - start
+            if scope.cancelled_caught:
+                stop_reason, attempt.error = cutoff.stop_reason, cutoff.error
     except ToolServerError as error:
         stop_reason, attempt.error = StopReason.SERVER_FAILED, str(error)
     return attempt.finish(stop_reason, seconds=seconds)
@@ -110,6 +128,7 @@ class _Attempt:
         seed: int,
         grammars: TurnGrammars | None,
         first_call_retries: int,
+        progress: RolloutProgress,
     ) -> None:
         self.task = task
         self.error: str | None = None
@@ -120,6 +139,7 @@ class _Attempt:
         self._seed = seed
         self._grammars = grammars
         self._first_call_retries = first_call_retries
+        self._progress = progress
         self._num_rejected = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._history: tuple[int, ...] = ()
@@ -188,6 +208,7 @@ class _Attempt:
         while self._num_rejected < max_rejected and _is_answer(generation, parsed):
             self._num_rejected += 1
             generation, parsed = await self._draw(derived_seed(self._seed, turn, self._num_rejected), schemas)
+        self._progress.num_turns += 1
         self._seen = self._history + generation.token_ids
         self._append(
             Segment(
@@ -208,6 +229,7 @@ class _Attempt:
             trajectory=self._seed,
         )
         generation = await self._generator.generate(self._history, sampling)
+        self._progress.num_tokens += len(generation.token_ids)
         if generation.allowed_logprobs is not None and sampling.constraint is None:
             raise RolloutError(
                 "The generator has sampled under a constraint though none was asked for: ratios would be those of another "
@@ -222,7 +244,9 @@ class _Attempt:
             text = f"The tool call could not be read: {parsed.malformed}. Write it again in the required format."
             results = [ToolResult(text=text, kind=ResultKind.MALFORMED_CALL)]
         else:
-            calls, results = parsed.calls, await lease.call_all(parsed.calls)
+            calls = parsed.calls
+            with self._progress.calling(len(calls)):
+                results = await lease.call_all(calls)
         return [
             Exchange(call=call, result=self._shortened(result), turn=turn)
             for call, result in zip(calls, results, strict=True)

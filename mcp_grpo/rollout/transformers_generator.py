@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ class _Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     result: Future[Generation] = field(default_factory=Future)
+    is_dropped: threading.Event = field(default_factory=threading.Event)
 
 
 class TransformersGenerator:
@@ -74,7 +76,10 @@ class TransformersGenerator:
         """See [`Generator.generate`]."""
         request = _Request(tuple(prompt_ids), sampling)
         self._inbox.put(request)
-        return await asyncio.wrap_future(request.result)
+        try:
+            return await asyncio.wrap_future(request.result)
+        finally:
+            request.is_dropped.set()  # nobody waits for it any more, though it may still be sampled
 
     def serve(self, until: Future[Any]) -> None:
         """See [`Generator.serve`]."""
@@ -142,7 +147,7 @@ class TransformersGenerator:
                 # Processes generate as often as their trajectories need; none waits for the others.
                 synced_gpus=False,
                 logits_processor=LogitsProcessorList([sampler]),
-                stopping_criteria=StoppingCriteriaList([_Budgets(width, budgets)]),
+                stopping_criteria=StoppingCriteriaList([_Ends(width, budgets, batch)]),
             )
         tokens, logprobs, allowed_logprobs = output[:, width:].tolist(), sampler.logprobs(), sampler.allowed_logprobs()
         return [self._cut(*row) for row in zip(samplings, tokens, logprobs, allowed_logprobs, strict=True)]
@@ -241,12 +246,15 @@ class _RowSampler(LogitsProcessor):
         return torch.stack(self._allowed_logprobs, dim=1).tolist()
 
 
-class _Budgets(StoppingCriteria):
-    """Ends each row at its own number of tokens."""
+class _Ends(StoppingCriteria):
+    """Ends each row at its own number of tokens, or when nobody waits for it any more."""
 
-    def __init__(self, prompt_width: int, budgets: torch.Tensor) -> None:
+    def __init__(self, prompt_width: int, budgets: torch.Tensor, batch: list[_Request]) -> None:
         self._prompt_width = prompt_width
         self._budgets = budgets
+        self._batch = batch
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        return input_ids.shape[1] - self._prompt_width >= self._budgets
+        dropped = [request.is_dropped.is_set() for request in self._batch]
+        is_over = input_ids.shape[1] - self._prompt_width >= self._budgets
+        return is_over | is_over.new_tensor(dropped) if any(dropped) else is_over

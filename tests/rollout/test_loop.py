@@ -216,6 +216,26 @@ async def test_a_tool_result_beyond_the_model_s_context_is_not_the_policy_s_faul
     assert trajectory.is_failed
 
 
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+async def test_a_turn_whose_prompt_does_not_fit_into_the_context_is_not_asked_for(
+    pool: ToolPool, num_calls: int
+) -> None:
+    turns = [said(call("echo", text=str(i) * 100)) for i in range(4)]
+    whole = await play(pool, *turns, limits=Limits(max_turns=4, max_completion_length=8000))
+    # All that is written before the turn, and not a token more.
+    length = len(whole.prompt_ids) + sum(len(segment.token_ids) for segment in whole.segments[: 2 * num_calls])
+    generator = ScriptedGenerator(TOKENIZER, turns)
+    limits = Limits(max_turns=4, max_completion_length=8000, max_context=length)
+    trajectory = await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=limits)
+    assert trajectory.stop_reason is StopReason.CONTEXT_FULL
+    assert len(generator.prompts) == num_calls
+    assert all(len(prompt) < length for prompt in generator.prompts)
+    roomier = replace(limits, max_context=length + 1)
+    generator = ScriptedGenerator(TOKENIZER, turns)
+    await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=roomier)
+    assert len(generator.prompts) == num_calls + 1
+
+
 async def test_a_result_over_its_budget_is_cut_and_the_trajectory_goes_on(pool: ToolPool) -> None:
     limits = Limits(max_turns=4, max_completion_length=8000, max_result_tokens=200)
     trajectory = await play(pool, said(call("read", num_lines=5000)), ANSWER, limits=limits)
@@ -352,8 +372,6 @@ def test_many_trajectories_keep_their_order_and_repeat_with_their_seed() -> None
 
 
 def test_each_trajectory_is_finished_as_it_ends_with_the_tools_it_was_offered() -> None:
-    seen: list[Trajectory] = []
-
     def finish(trajectory: Trajectory, tools: Sequence[Any]) -> Trajectory:
         return replace(trajectory, error=" ".join(tool["function"]["name"] for tool in tools))
 
@@ -361,11 +379,10 @@ def test_each_trajectory_is_finished_as_it_ends_with_the_tools_it_was_offered() 
     engine = RolloutEngine({"desk": desk()})
     try:
         settings: dict[str, Any] = {"renderer": RENDERER, "generator": _Wandering(), "limits": LIMITS}
-        done = engine.roll_out(tasks, finish=finish, on_done=seen.append, **settings)
+        done = engine.roll_out(tasks, finish=finish, **settings)
     finally:
         engine.close()
     assert [t.error for t in done] == ["echo", "add"] * 3
-    assert sorted(map(id, seen)) == sorted(map(id, done))
 
 
 def test_what_goes_wrong_in_finishing_a_trajectory_comes_out_as_it_is() -> None:

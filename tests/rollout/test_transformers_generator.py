@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from typing import Any
@@ -184,3 +185,38 @@ def test_a_cancelled_request_is_not_generated(portal: BlockingPortal) -> None:
     future = portal.start_task_soon(generator.generate, [5], Sampling(max_tokens=1))
     generator.serve(until=future)
     assert len(future.result().token_ids) == 1
+
+
+def test_a_request_that_is_given_up_is_not_sampled_to_its_end_and_others_are(portal: BlockingPortal) -> None:
+    model = tiny_model(TOKENIZER)
+    (alone,) = generate(portal, model, [([5, 6, 7], Sampling(max_tokens=9, seed=1))], ends=[10_000])
+    generator = TransformersGenerator(model, end_of_turn_ids=[10_000], pad_token_id=TOKENIZER.pad_token_id)
+    scopes: list[anyio.CancelScope] = []
+    given_up, num_steps = threading.Event(), 0
+
+    def hold_up(*_: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            portal.start_task_soon(scopes[0].cancel)
+            assert given_up.wait(10)
+
+    async def ask() -> Generation:
+        kept: list[Generation] = []
+
+        async def keep() -> None:
+            kept.append(await generator.generate([5, 6, 7], Sampling(max_tokens=9, seed=1)))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(keep)
+            with anyio.CancelScope() as scope:
+                scopes.append(scope)
+                await generator.generate([8, 9], Sampling(max_tokens=2000))
+            given_up.set()
+        return kept[0]
+
+    model.register_forward_pre_hook(hold_up)
+    future = portal.start_task_soon(ask)
+    generator.serve(until=future)
+    assert future.result().token_ids == alone.token_ids
+    assert num_steps < 20

@@ -1,0 +1,88 @@
+"""From rows to the trajectories of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from mcp_grpo.learning import Ratio, SchemaMask, check_groups, other_rows, refill
+from mcp_grpo.publishing import PublishingTrainer
+from mcp_grpo.rollout import RolloutProgress, derived_seed
+from mcp_grpo.tasks import task_from_row
+from mcp_grpo.types import Task, Trajectory
+
+
+class BatchingTrainer(PublishingTrainer):
+    """Batches of trajectories: attempted, replaced where nothing can be learnt from them, and masked."""
+
+    _tasks: list[Task]
+    _trajectories: list[Trajectory]
+    _progress: RolloutProgress
+    _schema_mask: SchemaMask | None
+    _mask_metrics: dict[str, Ratio]
+
+    def _attempt(
+        self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, is_batch: bool = False
+    ) -> list[Trajectory]:
+        """Attempt each task once, with the policy as it is now."""
+        raise NotImplementedError
+
+    def _roll_out_batch(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Attempt the tasks of a batch, and others instead of those that nothing can be learnt from."""
+        assert self._engine
+        self._tasks = [task_from_row(row) for row in rows]
+        self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
+        size, rank = self._group_size, self.accelerator.process_index
+        check_groups([task.task_id for task in self._tasks], size, offset=rank * len(rows))
+        self._progress = RolloutProgress()
+        self._trajectories = self._attempt(self._tasks, retries=self._retries, is_batch=True)
+        if self.args.dynamic_sampling and self.model.training:
+            shares = refill(
+                len(rows),
+                size,
+                max_rounds=self.args.dynamic_sampling,
+                weights=self.reward_weights,
+                rank=rank,
+                num_ranks=self.accelerator.num_processes,
+                score=lambda slots: self._score(rows, slots),
+                replace=lambda groups: self._replace(rows, groups),
+            )
+            self._record({"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]})
+        if self.args.truncation == "mask":
+            self._trajectories = [replace(t, left_out=t.is_cut) for t in self._trajectories]
+        if self._schema_mask is not None:
+            self._trajectories, self._mask_metrics = self._schema_mask(
+                self._trajectories, self._engine.schemas_for, gather_object, rank
+            )
+        return [{**row, "prompt": list(task.prompt)} for row, task in zip(rows, self._tasks, strict=True)]
+
+    def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
+        """Attempt other tasks in some places of the batch, the same one for all places of a group."""
+        dataset, taken = cast(Dataset, self.train_dataset), gather_object([row["task_id"] for row in rows])
+        seed = derived_seed(self.args.seed, gather_object([self._num_rollouts])[0], "refill")  # the same on all ranks
+        drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
+        for slot, group in groups.items():
+            rows[slot] = dataset[drawn[group]]
+            self._tasks[slot] = task_from_row(rows[slot])
+        attempts = self._attempt([self._tasks[slot] for slot in groups], retries=self._retries, is_batch=True)
+        for slot, trajectory in zip(groups, attempts, strict=True):
+            self._trajectories[slot] = trajectory
+
+    def _score(self, rows: list[dict[str, Any]], slots: list[int]) -> torch.Tensor:
+        """Rewards of some of the trajectories at hand, and nothing of what their functions log: that comes later."""
+        chosen = [self._trajectories[slot] for slot in slots]
+        inputs = [{**rows[slot], "trajectory": t} for slot, t in zip(slots, chosen, strict=True)]
+        prompts, ids = [list(t.task.prompt) for t in chosen], [list(t.completion_ids) for t in chosen]
+        everything, self._trajectories = self._trajectories, chosen
+        try:
+            return self._calculate_rewards(inputs, prompts, self._completions(), ids)
+        finally:
+            self._trajectories = everything
+            self._pending_extra_logs.clear()
+            self._pending_metrics.clear()
+
+    def _completions(self) -> list[list[dict[str, Any]]]:
+        return [list(t.messages) or [{"role": "assistant", "content": ""}] for t in self._trajectories]

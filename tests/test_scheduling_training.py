@@ -1,0 +1,75 @@
+"""Training with a queue, a deadline for the batch, and stragglers that are cut."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from datasets import Dataset
+from helpers.runs import settings
+from helpers.sums import ROWS
+
+from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo.errors import RolloutError
+from mcp_grpo.types import StopReason
+
+
+DATASET = Dataset.from_list(ROWS)
+SERVER = Path(__file__).parent / "servers" / "slow.py"
+
+
+class Spy(MCPGRPOTrainer):
+    """Keeps what was attempted, and what it was worth."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.batches: list[tuple[list[Trajectory], torch.Tensor]] = []
+        super().__init__(*args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self.batches.append((self._trajectories, rewards))
+        return rewards
+
+
+def make(folder: Path, model: str, **changes: Any) -> Spy:
+    """A trainer on a server whose first call never comes back."""
+    server = {"command": sys.executable, "args": [str(SERVER), "--hang-once", str(folder / "called")]}
+    servers = {"sums": {**server, "x-mcp-grpo": {"allowed_tools": ["add"]}}}
+    return Spy(model, exact_answer, settings(folder, **changes), DATASET, servers=servers)
+
+
+def test_stragglers_are_not_learnt_from_and_are_no_failures(
+    tmp_path: Path, adding_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"straggler_policy": "cut", "straggler_quantile": 0.875, "max_concurrent_trajectories": 4}
+    with make(tmp_path, adding_model, max_failed_fraction=0.0, **schedule) as trainer:
+        trainer.train()
+        evaluated = trainer.roll_out(DATASET, num_generations=2)
+    assert (tmp_path / "called").exists()
+    (first, rewards), (second, _) = trainer.batches
+    stopped = [trajectory.stop_reason for trajectory in first]
+    assert stopped.count(StopReason.STRAGGLER) == 1
+    assert rewards.isnan().squeeze(1).tolist() == [reason is StopReason.STRAGGLER for reason in stopped]
+    assert sum(bool(trajectory.exchanges) for trajectory in second) > 4  # the session answers again
+    assert not any(trajectory.stop_reason is StopReason.STRAGGLER for trajectory in evaluated)
+    logged = trainer.state.log_history[0]
+    assert logged["rollout/straggler_fraction"] == logged["rollout/left_out_fraction"] == 1 / 8
+    assert logged["rollout/failed_fraction"] == 0
+    assert logged["rollout/seconds"] > 0
+    assert logged["rollout/tokens_per_second"] > 0
+    assert logged["rollout/queue_seconds"] > 0
+    assert "Rolling out: " in capsys.readouterr().err
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_batch_that_ran_out_of_time_counts_as_failed_and_says_what_to_do(tmp_path: Path, adding_model: str) -> None:
+    schedule = {"batch_timeout": 8.0, "max_completion_length": 120, "disable_tqdm": True}
+    with (
+        make(tmp_path, adding_model, max_failed_fraction=0.0, **schedule) as trainer,
+        pytest.raises(RolloutError, match="12% of the trajectories failed") as caught,
+    ):
+        trainer.train()
+    assert "1 times deadline: The batch ran out of time" in str(caught.value)
+    assert "`batch_timeout`" in str(caught.value)
