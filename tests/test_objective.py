@@ -308,6 +308,21 @@ def test_far_from_the_reference_there_is_only_the_way_back(held_trainer: Spy) ->
     assert any(not torch.equal(both[name], gradient) for name, gradient in near.items())
 
 
+def test_a_loss_leaves_its_batch_and_its_weights_as_they_were(held_trainer: Spy) -> None:
+    """A batch that is learnt from twice is scaled and gated anew each time."""
+    batch = {**held_trainer.batches[0], "advantages": torch.ones(8), "row_scale": torch.tensor(0.5)}
+    for name, shift in (("sampling_per_token_logps", -2), ("ref_per_token_logps", 3)):
+        batch[name] = batch[name].clone()
+        batch[name][:, :3] += shift  # of a few tokens: the gate and the cap both have something to do
+    given = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    names = set(batch)
+    losses = [held_trainer._compute_loss(held_trainer.model.train(), batch).item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert batch.keys() == names
+    assert all(torch.equal(batch[name], value) for name, value in given.items())
+    assert held_trainer.beta == 0.1
+
+
 def test_the_weight_of_the_kl_term_rises_while_the_policy_is_too_far_away(tmp_path: Path, adding_model: str) -> None:
     class Far(Spy):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
