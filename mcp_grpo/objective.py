@@ -79,8 +79,16 @@ class ObjectiveTrainer(GRPOTrainer):
             )
         self._reference: MovingReference | None = None
         if args.ref_sync != "none":
-            mode = cast(Any, args.ref_sync)
-            self._reference = MovingReference(policy, self.ref_model, mode=mode, decay=args.ref_ema_decay)
+            # Parameters that are sharded together must have one dtype, and are cast together.
+            is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            is_bf16 = self.accelerator.mixed_precision == "bf16" and not is_sharded
+            self._reference = MovingReference(
+                policy,
+                self.ref_model,
+                mode=cast(Any, args.ref_sync),
+                decay=args.ref_ema_decay,
+                autocast_dtype=torch.bfloat16 if is_bf16 else None,
+            )
         if self.use_vllm:  # which does not know them
             named = self.vllm_generation._iter_named_params
             others = ("value_head", "modules_to_save.ref.")
