@@ -277,7 +277,7 @@ class ObjectiveTrainer(GRPOTrainer):
 
     @property
     def _is_first_pass(self) -> bool:
-        """Whether the policy is still the one that sampled the batch at hand."""
+        """Whether the batch at hand is used for the first time."""
         return not self.model.training or self._step % self._generate_every < cast(
             "int", self.args.steps_per_generation
         )
@@ -304,7 +304,7 @@ class ObjectiveTrainer(GRPOTrainer):
             active=mask,
             sampled=((mask + inputs["masked"]) > 0) if "masked" in inputs else mask,
             gated=gated,
-            is_on_policy=self._is_first_pass,
+            is_on_policy=self._is_first_pass and not (self.model.training and self.args.rollout_ahead),
         )
         total = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
         metrics = token_metrics(dict(zip(sums, total, strict=True)))
@@ -367,7 +367,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
             try:
-                self._health.check(figures, is_on_policy=self._is_on_policy)
+                self._health.check(figures, is_on_policy=self._is_on_policy and not self.args.rollout_ahead)
             except HealthError:
                 self._save_before_stopping()
                 raise
