@@ -4,6 +4,8 @@ import math
 from typing import Any, cast
 
 import torch
+from peft import LoraConfig
+from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -140,6 +142,13 @@ class ObjectiveTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Under autocast an adapter's float32 is cast to bfloat16, and so is what peft casts to float32 for it, bit by bit
+        # what it was. Without dropout, that there and back is only time.
+        is_idle = self._is_guarded and self.accelerator.mixed_precision == "bf16" and _has_plain_adapter(self.model)
+        with disable_input_dtype_casting(self.model, active=is_idle):
+            return super().training_step(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         self._recorder = None
@@ -397,3 +406,8 @@ def _turn_ids(batch: Batch) -> torch.Tensor:
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     begins = torch.diff(mask, dim=1, prepend=torch.zeros_like(mask[:, :1])) == 1
     return (begins.cumsum(dim=1) - 1).masked_fill(mask == 0, -1)
+
+
+def _has_plain_adapter(model: Any) -> bool:
+    config = getattr(model, "peft_config", {}).get("default")
+    return isinstance(config, LoraConfig) and not config.use_dora

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import make_trainer, settings
+from helpers.runs import OneByOne, make_trainer, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
-from transformers import TrainerCallback
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo.errors import HealthError, SettingsError
@@ -570,3 +571,35 @@ def test_what_is_only_judged_is_judged_without_retries(tmp_path: Path, adding_mo
         trainer.evaluate(trainer.train_dataset)
     judged, learnt, *evaluated = trainer.retries
     assert (judged, learnt, set(evaluated)) == (0, 3, {0})
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_an_adapter_trains_bit_by_bit_the_same_without_casts_there_and_back(
+    tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch, gradient_checkpointing: bool
+) -> None:
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(adding_model, dtype=torch.bfloat16)
+        adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+        changes = {"bf16": True, "gradient_checkpointing": gradient_checkpointing, "num_generations": 4}
+        with make_trainer(
+            folder, model, OneByOne, peft_config=adapter, per_device_train_batch_size=4, beta=0.05, **changes
+        ) as trainer:
+            trainer.train()
+            return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" in n}
+
+    casts = []
+    cast = BaseTunerLayer._cast_input_dtype
+
+    def counted(layer: Any, x: Any, dtype: Any) -> Any:
+        result = cast(layer, x, dtype)
+        casts.append(result is not x)
+        return result
+
+    monkeypatch.setattr(BaseTunerLayer, "_cast_input_dtype", counted)
+    lean = weights(tmp_path / "lean")
+    num_lean = sum(casts)
+    monkeypatch.setattr("mcp_grpo.objective._has_plain_adapter", lambda model: False)
+    usual = weights(tmp_path / "usual")
+    assert sum(casts) - num_lean > num_lean
+    assert all(torch.equal(lean[name], usual[name]) for name in usual)
