@@ -315,7 +315,7 @@ def trl_sampling(script: Script) -> dict[str, Any]:
     return {"max_tokens": script.tokens, "ignore_eos": True}
 
 
-def wait(seconds: float) -> str:
+def wait(seconds: float):  # without what it returns, which the schema of an MCP tool does not have
     """
     Wait for so many seconds.
 

@@ -237,11 +237,15 @@ class InProcess:
         """TRL's own loop."""
         prompts = [row["prompt"] for row in tasks_of(len(script.latencies))]
         self.llm.reset_prefix_cache()
+        # What `_generate_and_score_completions` sets before it generates.
+        self._trainer._sync_tool_dicts = [{wait.__name__: wait}] * len(prompts)
+        self._trainer._async_tool_dicts = [{}] * len(prompts)
         with turns_read_by_trl(script):
             start = time.perf_counter()
             output = self._trainer._generate(copy.deepcopy(prompts))
             seconds = time.perf_counter() - start
         check_count("TRL's loop", sum(map(sum, output[2])), script)
+        self.trl_prompt_length = len(output[0][0])
         return seconds
 
     def run_ours(self, script: Script) -> float:
@@ -341,7 +345,7 @@ def check_count(name: str, num_tokens: int, script: Script) -> None:
         raise RuntimeError(f"{name} sampled {num_tokens} tokens instead of {script.num_tokens}")
 
 
-async def wait_async(seconds: float) -> str:
+async def wait_async(seconds: float):  # as `wait`
     """
     Wait for so many seconds.
 
@@ -500,6 +504,7 @@ def run_in_process(run: Run, folder: str, ours: Ours, output: Path) -> None:
     say(f"Trainer and engine were up after {time.perf_counter() - start:.0f} s.")
     parts = InProcess(arguments, trainer, ours)
     parts.warm_up(run.script(NONE, min(arguments.trajectories)))
+    say(f"Prompts have {parts.trl_prompt_length} tokens with TRL and {len(ours.prompts(1)[0])} with ours.")
     for cell in run.cells:
         cell.bound = parts.bound(run.script(cell.latency, cell.num_trajectories))
     run.measure(OURS, parts.run_ours, run.cells, arguments.repeats)
