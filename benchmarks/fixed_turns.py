@@ -98,19 +98,24 @@ def require_vllm() -> None:
         raise SystemExit("This benchmark needs vLLM: `pip install mcp-grpo[vllm]`, or `make install-vllm` on a CPU.")
 
 
-def random_model(shape: str, device: str) -> PreTrainedModel:
-    """The same random Qwen3 each time: bf16 on a GPU, float32 on a CPU."""
+def random_config(shape: str, device: str) -> Qwen3Config:
+    """A Qwen3 of a shape: bf16 on a GPU, float32 on a CPU."""
     tokenizer = family_tokenizer("qwen3")
-    config = Qwen3Config(
+    return Qwen3Config(
         **{"vocab_size": len(tokenizer)} | SHAPES[shape],
+        architectures=[Qwen3ForCausalLM.__name__],
         max_position_embeddings=40_960,
         tie_word_embeddings=shape != "8b",
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
     )
+
+
+def random_model(shape: str, device: str) -> PreTrainedModel:
+    """The same random Qwen3 each time."""
+    config, before = random_config(shape, device), torch.get_default_dtype()
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)
     try:
         with torch.device(device):
@@ -121,12 +126,11 @@ def random_model(shape: str, device: str) -> PreTrainedModel:
 
 def save_random_model(folder: Path, shape: str, device: str, weights: bool = True) -> str:
     """Write a random model and its tokenizer where `from_pretrained` and vLLM find them."""
-    model = random_model(shape, device)
     family_tokenizer("qwen3").save_pretrained(folder)
     if weights:
-        model.save_pretrained(folder)
+        random_model(shape, device).save_pretrained(folder)
     else:
-        model.config.save_pretrained(folder)
+        random_config(shape, device).save_pretrained(folder)
     return str(folder)
 
 
@@ -134,7 +138,14 @@ def engine_settings(device: str, eager: bool) -> dict[str, Any]:
     """Arguments of the engine beside those of the trainer."""
     if device == "cuda":
         return {"enforce_eager": True} if eager else {}
-    return {"enforce_eager": True, "block_size": 32, "dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
+    # A request with a seed must have its prompt read in one step: vLLM cannot step back a CPU's random numbers.
+    return {
+        "enforce_eager": True,
+        "block_size": 32,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 256 << 20,
+        "enable_chunked_prefill": False,
+    }
 
 
 @contextmanager
@@ -416,7 +427,7 @@ class Server:
             command += ["--gpu-memory-utilization", str(GPU_SHARE), *["--enforce-eager"] * self.eager]
         else:
             command += ["--enforce-eager", "--dtype", "float32", "--block-size", "32"]
-            command += ["--kv-cache-memory-bytes", str(256 << 20)]
+            command += ["--kv-cache-memory-bytes", str(256 << 20), "--no-enable-chunked-prefill"]
         # What an engine in this process has set must not make the server's engine one of its group.
         ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
