@@ -1,7 +1,8 @@
 """From rows to the trajectories of a batch."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -10,9 +11,18 @@ from datasets import Dataset
 
 from mcp_grpo.learning import Ratio, SchemaMask, check_groups, other_rows, refill
 from mcp_grpo.publishing import PublishingTrainer
-from mcp_grpo.rollout import RolloutProgress, derived_seed
+from mcp_grpo.rollout import Background, RolloutProgress, derived_seed
 from mcp_grpo.tasks import task_from_row
 from mcp_grpo.types import Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAhead:
+    """A batch that is rolled out while the one before it is trained on."""
+
+    tasks: list[Task]
+    progress: RolloutProgress
+    rollout: Background[list[Trajectory]]
 
 
 class BatchingTrainer(PublishingTrainer):
@@ -23,12 +33,28 @@ class BatchingTrainer(PublishingTrainer):
     _progress: RolloutProgress
     _schema_mask: SchemaMask | None
     _mask_metrics: dict[str, Ratio]
+    _ahead: RolloutAhead | None = None
+    _upcoming: tuple[Any, list[Any]] = (None, [])  # what an epoch gives for the next update, and whose it is
 
     def _attempt(
         self, tasks: Sequence[Task], temperature: float | None = None, retries: int = 0, is_batch: bool = False
     ) -> list[Trajectory]:
         """Attempt each task once, with the policy as it is now."""
         raise NotImplementedError
+
+    def _attempt_ahead(self, tasks: list[Task]) -> RolloutAhead:
+        """Begin to attempt each task once, with the policy as it is now."""
+        raise NotImplementedError
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """See [`~transformers.Trainer`]. With `rollout_ahead`, the samples of the next update are fetched as well."""
+        if not self.args.rollout_ahead:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        whose, samples = self._upcoming
+        if whose is not epoch_iterator:
+            samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._upcoming = epoch_iterator, super().get_batch_samples(epoch_iterator, num_batches, device)[0]
+        return samples, None  # there are no labels to count
 
     def _roll_out_batch(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Attempt the tasks of a batch, and others instead of those that nothing can be learnt from."""
@@ -37,8 +63,7 @@ class BatchingTrainer(PublishingTrainer):
         self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
         size, rank = self._group_size, self.accelerator.process_index
         check_groups([task.task_id for task in self._tasks], size, offset=rank * len(rows))
-        self._progress = RolloutProgress()
-        self._trajectories = self._attempt(self._tasks, retries=self._retries, is_batch=True)
+        self._trajectories = self._batch()
         if self.args.dynamic_sampling and self.model.training:
             shares = refill(
                 len(rows),
@@ -51,6 +76,7 @@ class BatchingTrainer(PublishingTrainer):
                 replace=lambda groups: self._replace(rows, groups),
             )
             self._record({"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]})
+        self._look_ahead()
         if self.args.truncation == "mask":
             self._trajectories = [replace(t, left_out=t.is_cut) for t in self._trajectories]
         if self._schema_mask is not None:
@@ -58,6 +84,25 @@ class BatchingTrainer(PublishingTrainer):
                 self._trajectories, self._engine.schemas_for, gather_object, rank
             )
         return [{**row, "prompt": list(task.prompt)} for row, task in zip(rows, self._tasks, strict=True)]
+
+    def _batch(self) -> list[Trajectory]:
+        """Attempts at the tasks at hand: those that were begun before, or else new ones."""
+        ahead, is_ahead = self._ahead, False
+        if self.model.training and ahead is not None:
+            self._ahead, is_ahead = None, ahead.tasks == self._tasks
+        if ahead is not None and is_ahead:
+            start, self._progress = time.monotonic(), ahead.progress
+            trajectories = ahead.rollout.result()
+            self._record({"rollout/wait_seconds": time.monotonic() - start})
+            return trajectories
+        self._progress = RolloutProgress()
+        return self._attempt(self._tasks, retries=self._retries, is_batch=True)
+
+    def _look_ahead(self) -> None:
+        """Begin with the next batch, if there will be one."""
+        _, samples = self._upcoming
+        if self.model.training and samples and self.state.global_step + 1 < self.state.max_steps:
+            self._ahead = self._attempt_ahead([task_from_row(row) for row in samples[0]])
 
     def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
         """Attempt other tasks in some places of the batch, the same one for all places of a group."""

@@ -21,6 +21,7 @@ ADVANTAGE_MODES = ["group", "group_turn", "gae", "hybrid"]
 ADVANTAGE_SCALES = ["batch", "none"]
 VALUE_HEADS = ["linear", "mlp"]
 TRUNCATIONS = ["terminal", "mask", "bootstrap"]
+ROLLOUTS_AHEAD = [0, 1]
 WEIGHT_SYNCS = ["auto", "merge", "adapter"]
 OLD_LOGPS = ["sampler", "trainer"]
 REF_SYNCS = ["none", "ema", "hard"]
@@ -177,6 +178,10 @@ class MCPGRPOConfig(GRPOConfig):
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         strict_health (`bool`, *optional*, defaults to `False`):
             Whether signs that the run cannot learn stop it with an error, instead of a warning.
+        rollout_ahead (`int`, *optional*, defaults to `0`):
+            With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one update
+            before; ratios are to that policy. Needs vLLM, on a server or in process without sleep mode. A run that is
+            resumed rolls its first batch out anew. 0 is strictly on-policy.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
             `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and
@@ -451,6 +456,13 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
         },
     )
+    rollout_ahead: int = field(
+        default=0,
+        metadata={
+            "help": "With 1, the next batch is rolled out while the current one is trained on. Needs vLLM.",
+            "choices": ROLLOUTS_AHEAD,
+        },
+    )
     weight_sync: str = field(
         default="auto",
         metadata={
@@ -541,7 +553,7 @@ class MCPGRPOConfig(GRPOConfig):
                 f"{self.importance_sampling_level!r}: over a sequence, ratios would weigh down just those whose format is weak."
             )
 
-    def _check_choices(self, **choices: list[str]) -> None:
+    def _check_choices(self, **choices: list[Any]) -> None:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise SettingsError(f"`{name}` must be one of {known}, got {getattr(self, name)!r}.")
@@ -567,7 +579,8 @@ class MCPGRPOConfig(GRPOConfig):
             )
 
     def _check_guards(self) -> None:
-        self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS, weight_sync=WEIGHT_SYNCS)
+        self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS)
+        self._check_choices(weight_sync=WEIGHT_SYNCS, rollout_ahead=ROLLOUTS_AHEAD)
         if not 0 <= self.ratio_gate_min < 1 < self.ratio_gate_max:
             raise SettingsError(
                 f"`ratio_gate_min` ({self.ratio_gate_min}) must be below 1 and `ratio_gate_max` ({self.ratio_gate_max}) above, "
@@ -745,6 +758,7 @@ NEEDS_SERVERS = (
     "ratio_gate_max",
     "dynamic_sampling",
     "strict_health",
+    "rollout_ahead",
     "weight_sync",
     "weight_sync_tolerance",
     "vllm_engine_kwargs",
@@ -855,6 +869,23 @@ def _refusals(
             bool(args.vllm_structured_outputs_regex),
             "`vllm_structured_outputs_regex` constrains the policy without telling the trainer. Use "
             "`constrained_decoding=True`.",
+        ),
+        (
+            args.rollout_ahead and not args.use_vllm,
+            "`rollout_ahead=1` samples while the policy trains, which the model that is trained cannot do. Set "
+            "`use_vllm=True`.",
+        ),
+        (
+            args.rollout_ahead and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
+            "`rollout_ahead=1` needs the engine while the policy trains, and `vllm_enable_sleep_mode` puts it to sleep then. "
+            'Set one of them off, or `vllm_mode="server"`.',
+        ),
+        (
+            args.rollout_ahead
+            and (args.num_iterations > 1 or args.gradient_accumulation_steps != args.steps_per_generation),
+            f"`rollout_ahead=1` needs one update per batch: `num_iterations` ({args.num_iterations}) must be 1, and "
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}) equal to `steps_per_generation` "
+            f"({args.steps_per_generation}).",
         ),
         (
             bool(args.vllm_server_urls) and args.vllm_mode != "server",

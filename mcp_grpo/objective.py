@@ -79,8 +79,16 @@ class ObjectiveTrainer(GRPOTrainer):
             )
         self._reference: MovingReference | None = None
         if args.ref_sync != "none":
-            mode = cast(Any, args.ref_sync)
-            self._reference = MovingReference(policy, self.ref_model, mode=mode, decay=args.ref_ema_decay)
+            # Parameters that are sharded together must have one dtype, and are cast together.
+            is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            is_bf16 = self.accelerator.mixed_precision == "bf16" and not is_sharded
+            self._reference = MovingReference(
+                policy,
+                self.ref_model,
+                mode=cast(Any, args.ref_sync),
+                decay=args.ref_ema_decay,
+                autocast_dtype=torch.bfloat16 if is_bf16 else None,
+            )
         if self.use_vllm:  # which does not know them
             named = self.vllm_generation._iter_named_params
             others = ("value_head", "modules_to_save.ref.")
@@ -269,7 +277,7 @@ class ObjectiveTrainer(GRPOTrainer):
 
     @property
     def _is_first_pass(self) -> bool:
-        """Whether the policy is still the one that sampled the batch at hand."""
+        """Whether the batch at hand is used for the first time."""
         return not self.model.training or self._step % self._generate_every < cast(
             "int", self.args.steps_per_generation
         )
@@ -296,7 +304,7 @@ class ObjectiveTrainer(GRPOTrainer):
             active=mask,
             sampled=((mask + inputs["masked"]) > 0) if "masked" in inputs else mask,
             gated=gated,
-            is_on_policy=self._is_first_pass,
+            is_on_policy=self._is_first_pass and not (self.model.training and self.args.rollout_ahead),
         )
         total = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
         metrics = token_metrics(dict(zip(sums, total, strict=True)))
@@ -359,7 +367,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
             try:
-                self._health.check(figures, is_on_policy=self._is_on_policy)
+                self._health.check(figures, is_on_policy=self._is_on_policy and not self.args.rollout_ahead)
             except HealthError:
                 self._save_before_stopping()
                 raise

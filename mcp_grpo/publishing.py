@@ -85,6 +85,7 @@ class PublishingTrainer(ObjectiveTrainer):
         super()._load_best_model()
         if self._critic is not None and self.state.best_model_checkpoint:
             load_value_head(self._critic.head, self.state.best_model_checkpoint)
+        self._last_loaded_step = -1  # the sampler has the last one's weights
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

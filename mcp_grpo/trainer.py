@@ -1,6 +1,6 @@
 """`MCPGRPOTrainer`: TRL's GRPO, rolled out over real MCP servers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from mcp_grpo._trl import COMPLETIONS, disable_dropout_in_model, vllm_made_by
-from mcp_grpo.batching import BatchingTrainer
+from mcp_grpo.batching import BatchingTrainer, RolloutAhead
 from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
 from mcp_grpo.learning import (
@@ -25,7 +25,15 @@ from mcp_grpo.learning import (
     tool_metrics,
     trajectory_metrics,
 )
-from mcp_grpo.rollout import Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
+from mcp_grpo.rollout import (
+    Background,
+    Generator,
+    Renderer,
+    RolloutEngine,
+    RolloutProgress,
+    derived_seed,
+    progress_bar,
+)
 from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
@@ -138,7 +146,11 @@ class MCPGRPOTrainer(BatchingTrainer):
         )
 
     def close(self) -> None:
-        """End every server. Safe to call more than once."""
+        """End every server, and what is still rolled out. Safe to call more than once."""
+        if self._ahead is not None and self._engine is not None:
+            self._engine.cancel()
+            self._ahead.rollout.wait(timeout=60)
+            self._ahead = None
         if self._sampler is not None:
             self._sampler.close()
         if self._engine is not None:
@@ -178,30 +190,54 @@ class MCPGRPOTrainer(BatchingTrainer):
     ) -> list[Trajectory]:
         assert self._engine
         assert self._sampler
-        self._num_rollouts += 1
+        if self._ahead is not None:
+            self._ahead.rollout.wait()  # it goes on with the weights it began with
         progress = self._progress if is_batch else RolloutProgress()
-        schedule = self.args.schedule(is_batch=is_batch, is_training=self.model.training)
         bar = progress_bar(
             progress,
             total=progress.num_trajectories + len(tasks),
             disable=self.args.disable_tqdm or not self.is_world_process_zero(),
         )
-        seed = derived_seed(self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts)
         prompts = partial(self._engine.prompt_ids, tasks, self._renderer)
         with self._sampler.awake(prompts) as generator, bar:
-            return self._engine.roll_out(
-                tasks,
-                renderer=self._renderer,
-                generator=generator,
-                limits=self._limits,
-                temperature=self.temperature if temperature is None else temperature,
-                seed=seed,
-                grammars=self._grammars if self.args.constrained_decoding else None,
-                first_call_retries=retries,
-                schedule=schedule,
-                finish=self._schema_mask and self._schema_mask.mark,
-                progress=progress,
-            )
+            return self._rollout(tasks, generator, progress, temperature, retries, is_batch)()
+
+    def _attempt_ahead(self, tasks: list[Task]) -> RolloutAhead:
+        assert self._engine
+        assert self._sampler
+        self._engine.catalog.check(*tasks)
+        progress = RolloutProgress()
+        with self._sampler.awake(partial(self._engine.prompt_ids, tasks, self._renderer)) as generator:
+            rollout = self._rollout(tasks, generator, progress, None, self._retries, is_batch=True)
+            return RolloutAhead(tasks, progress, Background(rollout, self.accelerator.device))
+
+    def _rollout(
+        self,
+        tasks: Sequence[Task],
+        generator: Generator,
+        progress: RolloutProgress,
+        temperature: float | None,
+        retries: int,
+        is_batch: bool,
+    ) -> Callable[[], list[Trajectory]]:
+        assert self._engine
+        self._num_rollouts += 1
+        return partial(
+            self._engine.roll_out,
+            tasks,
+            renderer=self._renderer,
+            generator=generator,
+            limits=self._limits,
+            temperature=self.temperature if temperature is None else temperature,
+            seed=derived_seed(
+                self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts
+            ),
+            grammars=self._grammars if self.args.constrained_decoding else None,
+            first_call_retries=retries,
+            schedule=self.args.schedule(is_batch=is_batch, is_training=self.model.training),
+            finish=self._schema_mask and self._schema_mask.mark,
+            progress=progress,
+        )
 
     def _generate(self, prompts: list) -> tuple:
         if self._engine is None:

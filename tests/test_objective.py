@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import OneByOne, make_trainer, settings
+from helpers.runs import make_trainer, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -28,7 +28,7 @@ EVERYTHING: dict[str, Any] = {
     "bootstrap_steps": 2,
 }
 LORA = LoraConfig(r=4, target_modules="all-linear")
-WRONG = {"answer": "6"}
+PAIR = {"num_generations": 2, "per_device_train_batch_size": 2}  # enough, where it does not matter what is sampled
 
 
 class Spy(MCPGRPOTrainer):
@@ -41,6 +41,34 @@ class Spy(MCPGRPOTrainer):
     def _settle(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
         super()._settle(inputs, logps)
         self.settled = inputs
+
+
+class Replay(MCPGRPOTrainer):
+    """Learns from the batch of the trainer before it, if there was one: what is sampled has no part in a comparison."""
+
+    kept: dict[str, Any] | None = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        kind = type(self)
+        if kind.kept is None:
+            kind.kept = super()._generate_and_score_completions(inputs)
+        return dict(kind.kept)
+
+
+@pytest.fixture(scope="module")
+def held_trainer(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> Spy:
+    """It has seen a batch, is held to a reference, and has not moved."""
+    changes = {"max_steps": 1, "learning_rate": 0.0, "beta": 0.1}
+    with make_trainer(tmp_path_factory.mktemp("held"), adding_model, Spy, **changes) as trainer:
+        trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def free_trainer(held_trainer: Spy, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """The same, without a KL term."""
+    monkeypatch.setattr(held_trainer, "beta", 0.0)
+    return held_trainer
 
 
 def gradients(of: Spy, **changes: Any) -> dict[str, torch.Tensor]:
@@ -149,13 +177,16 @@ def test_the_value_head_leaves_the_policy_s_gradient_alone_and_its_clipping_too(
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             self.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 
+    class Once(Replay):
+        pass
+
     found = {}
-    for kind in (None, "linear", "mlp"):
+    for kind in ("linear", "mlp", None):
         watch = Weights()
         with make_trainer(
             tmp_path,
             adding_model,
-            OneByOne,
+            Once,
             callbacks=[watch],
             max_steps=1,
             value_head=kind,
@@ -217,12 +248,16 @@ def test_splitting_an_update_into_micro_batches_changes_nothing(tmp_path: Path, 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
+    class Once(Replay):
+        pass
+
     found = []
     for size, accumulation in ((8, 1), (2, 4)):
         watch = Watch()
         with make_trainer(
             tmp_path,
             adding_model,
+            Once,
             callbacks=[watch],
             advantage_mode=mode,
             value_head="linear",
@@ -239,46 +274,53 @@ def test_splitting_an_update_into_micro_batches_changes_nothing(tmp_path: Path, 
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_token_whose_ratio_is_far_off_leaves_the_policy_term_but_not_the_denominator(
-    tmp_path: Path, adding_model: str
-) -> None:
-    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0) as trainer:
-        trainer.train()
-        batch = trainer.batches[0]
-        logps = batch["sampling_per_token_logps"].clone()
-        logps[:, :3] -= 2  # ratios of e^2
-        loss = trainer._compute_loss(
-            trainer.model.train(), {**batch, "sampling_per_token_logps": logps, "advantages": torch.ones(8)}
-        )
-        (gradient,) = torch.autograd.grad(loss, trainer._logps)
-        plain = trainer._compute_loss(trainer.model.train(), {**batch, "advantages": torch.ones(8)})
-        (expected,) = torch.autograd.grad(plain, trainer._logps)
+def test_a_token_whose_ratio_is_far_off_leaves_the_policy_term_but_not_the_denominator(free_trainer: Spy) -> None:
+    batch = free_trainer.batches[0]
+    logps = batch["sampling_per_token_logps"].clone()
+    logps[:, :3] -= 2  # ratios of e^2
+    loss = free_trainer._compute_loss(
+        free_trainer.model.train(), {**batch, "sampling_per_token_logps": logps, "advantages": torch.ones(8)}
+    )
+    (gradient,) = torch.autograd.grad(loss, free_trainer._logps)
+    plain = free_trainer._compute_loss(free_trainer.model.train(), {**batch, "advantages": torch.ones(8)})
+    (expected,) = torch.autograd.grad(plain, free_trainer._logps)
     assert (gradient[:, :3] == 0).all()
     assert torch.equal(gradient[:, 3:], expected[:, 3:])
     assert (expected[:, :3] != 0).all()
 
 
-def test_with_all_tokens_gated_nothing_is_learnt(tmp_path: Path, adding_model: str) -> None:
-    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0) as trainer:
-        trainer.train()
-        far = trainer.batches[0]["sampling_per_token_logps"] - 2
-        found = gradients(trainer, sampling_per_token_logps=far, old_per_token_logps=far)
+def test_with_all_tokens_gated_nothing_is_learnt(free_trainer: Spy) -> None:
+    far = free_trainer.batches[0]["sampling_per_token_logps"] - 2
+    found = gradients(free_trainer, sampling_per_token_logps=far, old_per_token_logps=far, advantages=torch.ones(8))
     assert all((gradient == 0).all() for gradient in found.values())
 
 
-def test_far_from_the_reference_there_is_only_the_way_back(tmp_path: Path, adding_model: str) -> None:
-    with make_trainer(tmp_path, adding_model, Spy, max_steps=1, learning_rate=0.0, beta=0.1) as trainer:
-        trainer.train()
-        batch = trainer.batches[0]
-        far = batch["ref_per_token_logps"] + 2  # 2 nats at every token: k3 of 4.4
-        found = gradients(trainer, ref_per_token_logps=far, advantages=torch.ones(8))
-        num_hits = trainer._metrics["train"]["kl/hard_cap_hits"][-1]
-        only_back = gradients(trainer, ref_per_token_logps=far, advantages=torch.zeros(8))
-        both = gradients(trainer, ref_per_token_logps=batch["ref_per_token_logps"] + 1, advantages=torch.ones(8))
-        near = gradients(trainer, ref_per_token_logps=batch["ref_per_token_logps"] + 1, advantages=torch.zeros(8))
+def test_far_from_the_reference_there_is_only_the_way_back(held_trainer: Spy) -> None:
+    reference = held_trainer.batches[0]["ref_per_token_logps"]
+    far = reference + 2  # 2 nats at every token: k3 of 4.4
+    found = gradients(held_trainer, ref_per_token_logps=far, advantages=torch.ones(8))
+    num_hits = held_trainer._metrics["train"]["kl/hard_cap_hits"][-1]
+    only_back = gradients(held_trainer, ref_per_token_logps=far, advantages=torch.zeros(8))
+    both = gradients(held_trainer, ref_per_token_logps=reference + 1, advantages=torch.ones(8))
+    near = gradients(held_trainer, ref_per_token_logps=reference + 1, advantages=torch.zeros(8))
     assert num_hits == 1
     assert all(torch.equal(found[name], gradient) for name, gradient in only_back.items())
     assert any(not torch.equal(both[name], gradient) for name, gradient in near.items())
+
+
+def test_a_loss_leaves_its_batch_and_its_weights_as_they_were(held_trainer: Spy) -> None:
+    """A batch that is learnt from twice is scaled and gated anew each time."""
+    batch = {**held_trainer.batches[0], "advantages": torch.ones(8), "row_scale": torch.tensor(0.5)}
+    for name, shift in (("sampling_per_token_logps", -2), ("ref_per_token_logps", 3)):
+        batch[name] = batch[name].clone()
+        batch[name][:, :3] += shift  # of a few tokens: the gate and the cap both have something to do
+    given = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    names = set(batch)
+    losses = [held_trainer._compute_loss(held_trainer.model.train(), batch).item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert batch.keys() == names
+    assert all(torch.equal(batch[name], value) for name, value in given.items())
+    assert held_trainer.beta == 0.1
 
 
 def test_the_weight_of_the_kl_term_rises_while_the_policy_is_too_far_away(tmp_path: Path, adding_model: str) -> None:
@@ -287,7 +329,7 @@ def test_the_weight_of_the_kl_term_rises_while_the_policy_is_too_far_away(tmp_pa
             batch = super()._generate_and_score_completions(inputs)
             return {**batch, "ref_per_token_logps": batch["ref_per_token_logps"] + 1.5}  # k3 of 2, above the target
 
-    with make_trainer(tmp_path, adding_model, Far, max_steps=3, beta=0.05, learning_rate=0.0) as trainer:
+    with make_trainer(tmp_path, adding_model, Far, max_steps=3, beta=0.05, learning_rate=0.0, **PAIR) as trainer:
         trainer.train()
     betas = [entry["kl/beta"] for entry in steps(trainer)]
     assert betas == pytest.approx([0.05 * 1.02**n for n in (1, 2, 3)])
@@ -341,7 +383,7 @@ def by_task(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
 def test_groups_without_spread_are_replaced_by_attempts_at_other_tasks(tmp_path: Path, adding_model: str) -> None:
     rows = [{**ROWS[0], "task_id": name} for name in ("flat", "steep", "steeper")]
     seen: set[tuple[str, ...]] = set()
-    changes = {"per_device_train_batch_size": 16, "shuffle_dataset": False, "max_steps": 1}
+    changes = {**PAIR, "per_device_train_batch_size": 4, "shuffle_dataset": False, "max_steps": 1}
     for rounds in (0, 1):
         with make_trainer(
             tmp_path, adding_model, Spy, by_task, rows=rows, dynamic_sampling=rounds, **changes
@@ -351,13 +393,13 @@ def test_groups_without_spread_are_replaced_by_attempts_at_other_tasks(tmp_path:
         seen.add(tuple(names))
         entry = steps(trainer)[0]
         if rounds:
-            assert names == ["steeper"] * 8 + ["steep"] * 8
+            assert names == ["steeper"] * 2 + ["steep"] * 2
             assert [t.task.task_id for t in trainer._trajectories] == names
             assert (entry["groups/flat_fraction"], entry["groups/flat_fraction_refilled"]) == (0.5, 0)
             assert entry["frac_reward_zero_std"] == 0
             assert set(trainer._logs["rewards"]["by_task"]) == {0.0, 1.0}
         else:
-            assert names == ["flat"] * 8 + ["steep"] * 8
+            assert names == ["flat"] * 2 + ["steep"] * 2
             assert entry["frac_reward_zero_std"] == 0.5
     assert len(seen) == 2
 
@@ -369,9 +411,9 @@ def test_replacing_groups_ends_though_none_has_spread(tmp_path: Path, adding_mod
         calls.append(len(trajectory))
         return [1.0] * len(trajectory)
 
-    with make_trainer(tmp_path, adding_model, reward=same, dynamic_sampling=2, max_steps=1) as trainer:
+    with make_trainer(tmp_path, adding_model, reward=same, dynamic_sampling=2, max_steps=1, **PAIR) as trainer:
         trainer.train()
-    assert calls == [8, 8, 8, 8]  # before, after each of two rounds, and TRL's own
+    assert calls == [2, 2, 2, 2]  # before, after each of two rounds, and TRL's own
     assert steps(trainer)[0]["groups/flat_fraction_refilled"] == 1
 
 
@@ -446,7 +488,7 @@ def test_a_run_that_cannot_learn_says_so(tmp_path: Path, adding_model: str, capl
     def same(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
         return [1.0] * len(trajectory)
 
-    with make_trainer(tmp_path, adding_model, reward=same, max_steps=4) as trainer:
+    with make_trainer(tmp_path, adding_model, reward=same, max_steps=4, **PAIR) as trainer:
         trainer.train()
     said = [record.message for record in caplog.records if "same reward" in record.message]
     assert len(said) == 1
@@ -473,7 +515,7 @@ def test_a_strict_run_stops_with_the_reason_and_a_checkpoint(tmp_path: Path, add
 
 
 def test_a_ratio_of_one_is_explained_once(tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="mcp_grpo"), make_trainer(tmp_path, adding_model) as trainer:
+    with caplog.at_level("INFO", logger="mcp_grpo"), make_trainer(tmp_path, adding_model, **PAIR) as trainer:
         trainer.train()
     assert sum("ratios are 1 and the loss is near 0. That is right" in r.message for r in caplog.records) == 1
 

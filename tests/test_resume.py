@@ -1,14 +1,17 @@
 """A run that was stopped and goes on ends where it would have ended, and what is saved is what it should be."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.runs import OneByOne, make_trainer
+from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from transformers import trainer as transformers_trainer
 
 from mcp_grpo import MCPGRPOTrainer
@@ -27,26 +30,48 @@ EVERYTHING: dict[str, Any] = {
     "ref_ema_decay": 0.5,
     "save_strategy": "steps",
     "save_steps": 1,
-    "max_steps": 3,
+    "max_steps": 2,
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
 }
 LORA = LoraConfig(r=4, target_modules="all-linear")
+REUSING: dict[str, Any] = {
+    "peft_config": LORA,
+    "num_iterations": 2,
+    "max_steps": 3,
+    "bf16": True,
+    "dynamic_sampling": 1,
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+}
 
 
-class Stop(TrainerCallback):
-    """Ends a run after some steps, as if it had been interrupted."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._after
-
-
-def train(folder: Path, model: str, stop_after: int | None = None, resume: bool = False, **changes: Any) -> Any:
-    callbacks = None if stop_after is None else [Stop(stop_after)]
-    with make_trainer(folder, model, OneByOne, callbacks=callbacks, **{**EVERYTHING, **changes}) as trainer:
-        trainer.train(resume_from_checkpoint=resume)
+def train(
+    folder: Path, model: str, kind: type = OneByOne, checkpoint: Path | None = None, **changes: Any
+) -> MCPGRPOTrainer:
+    with make_trainer(folder, model, kind, **{**EVERYTHING, **changes}) as trainer:
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     return trainer
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> MCPGRPOTrainer:
+    return train(tmp_path_factory.mktemp("adapter"), adding_model, peft_config=LORA)
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> MCPGRPOTrainer:
+    return train(tmp_path_factory.mktemp("full"), adding_model)
+
+
+@pytest.fixture(scope="module")
+def reusing_run(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> MCPGRPOTrainer:
+    """Each batch is for two steps: the first checkpoint is in the middle of one, the second at its end."""
+    return train(tmp_path_factory.mktemp("reusing"), adding_model, **REUSING)
+
+
+def checkpoint_of(trainer: MCPGRPOTrainer, step: int) -> Path:
+    return Path(trainer.args.output_dir, f"checkpoint-{step}")
 
 
 def weights(trainer: MCPGRPOTrainer) -> dict[str, torch.Tensor]:
@@ -58,22 +83,21 @@ def weights(trainer: MCPGRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "changes"),
+    ("run", "step", "changes"),
     [
-        (1, {"peft_config": LORA}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        (1, {"peft_config": LORA, "num_iterations": 2}),  # in the middle of a batch
-        pytest.param(2, {"peft_config": LORA, "num_iterations": 2, "dynamic_sampling": 1}, marks=pytest.mark.slow),
+        ("adapter_run", 1, {"peft_config": LORA}),
+        ("full_run", 1, {}),
+        ("reusing_run", 1, REUSING),
+        ("reusing_run", 2, REUSING),
     ],
     ids=["adapter", "full weights", "within a batch", "between batches"],
 )
-def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
-    tmp_path: Path, adding_model: str, stop_after: int, changes: dict[str, Any]
+def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_weights_of_the_one_that_wrote_it(
+    request: pytest.FixtureRequest, tmp_path: Path, adding_model: str, run: str, step: int, changes: dict[str, Any]
 ) -> None:
-    whole = train(tmp_path / "whole", adding_model, **changes)
-    train(tmp_path / "parts", adding_model, stop_after=stop_after, **changes)
-    resumed = train(tmp_path / "parts", adding_model, resume=True, **changes)
-    assert resumed.state.global_step == whole.state.global_step == 3
+    whole = request.getfixturevalue(run)
+    resumed = train(tmp_path, adding_model, checkpoint=checkpoint_of(whole, step), **changes)
+    assert resumed.state.global_step == whole.state.global_step > step
     expected, found = weights(whole), weights(resumed)
     assert expected.keys() == found.keys()
     assert any("value_head" in name for name in found)
@@ -83,26 +107,99 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     assert resumed.beta == whole.beta > 0.05
     assert resumed._critic.state_dict() == whole._critic.state_dict()
     assert resumed._num_rollouts == whole._num_rollouts
-    assert resumed._reference.num_syncs == 3
+    assert resumed._reference.num_syncs == whole.state.global_step
+    for name, average in whole._reference.state_dict().items():
+        assert torch.equal(resumed._reference.state_dict()[name], average), name
+
+
+def test_the_reference_of_an_adapter_is_averaged_in_float32_and_computes_in_the_dtype_of_autocast(
+    adapter_run: MCPGRPOTrainer, reusing_run: MCPGRPOTrainer
+) -> None:
+    for trainer, dtype in ((adapter_run, torch.float32), (reusing_run, torch.bfloat16)):
+        factors = {name: p for name, p in trainer.model.named_parameters() if "lora" in name}
+        assert {p.dtype for name, p in factors.items() if ".ref." in name} == {dtype}
+        assert {p.dtype for name, p in factors.items() if ".default." in name} == {torch.float32}
+        saved = load_file(checkpoint_of(trainer, 2) / "reference.safetensors")
+        assert {value.dtype for name, value in saved.items() if name != "num_syncs"} == {torch.float32}
+        assert any(not torch.equal(value, value.bfloat16().float()) for name, value in saved.items() if "lora" in name)
+
+
+def test_with_another_number_of_processes_a_batch_that_was_not_used_up_is_rolled_out_anew(
+    tmp_path: Path, adding_model: str, reusing_run: MCPGRPOTrainer
+) -> None:
+    """The files are those that two processes write: each has its random state and its part of the batch."""
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(checkpoint_of(reusing_run, 1), checkpoint)
+    state = torch.load(checkpoint / "objective-0.pt", weights_only=True)
+    assert state["batch"] is not None
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    for rank in (0, 1):
+        torch.save({**state, "num_processes": 2}, checkpoint / f"objective-{rank}.pt")
+
+    class Counting(MCPGRPOTrainer):
+        batches = 0
+
+        def _roll_out_batch(self, *args: Any, **kwargs: Any) -> Any:
+            self.batches += 1
+            return super()._roll_out_batch(*args, **kwargs)
+
+    resumed = train(tmp_path, adding_model, Counting, checkpoint, **{**REUSING, "max_steps": 2, "dynamic_sampling": 0})
+    assert resumed.state.global_step == 2
+    assert resumed.batches == 1  # the other run learnt from one batch for two steps
+    assert resumed._num_rollouts > state["num_rollouts"]
+    assert resumed._reference.num_syncs == 2
+    assert resumed.beta > state["kl_control"]["beta"]
+
+
+def test_the_best_checkpoint_is_loaded_with_its_value_head(tmp_path: Path, adding_model: str) -> None:
+    class Worsening(MCPGRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, eval_dataset=Dataset.from_list(ROWS), **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {"eval_quality": -float(self.state.global_step)}
+
+        def _load_best_model(self) -> None:
+            self.last = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            super()._load_best_model()
+
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "quality",
+        "greater_is_better": True,
+    }
+    trainer = train(
+        tmp_path, adding_model, Worsening, peft_config=LORA, load_best_model_at_end=True, max_steps=2, **settings
+    )
+    best = checkpoint_of(trainer, 1)
+    assert trainer.state.best_model_checkpoint == str(best)
+    head, adapter = (load_file(best / f"{name}.safetensors") for name in ("value_head", "adapter_model"))
+    now = dict(trainer.model.named_parameters())
+    for name, weight in trainer._critic.head.named_parameters():
+        assert torch.equal(weight, head[name]), name
+    for name, weight in adapter.items():
+        assert torch.equal(now[name.replace(".weight", ".default.weight")], weight), name
+    for part in ("value_head", ".default."):
+        assert any(not torch.equal(now[name], weight) for name, weight in trainer.last.items() if part in name)
 
 
 def test_a_checkpoint_holds_the_adapter_and_beside_it_the_value_head_and_the_reference(
-    tmp_path: Path, adding_model: str
+    adding_model: str, adapter_run: MCPGRPOTrainer
 ) -> None:
-    trainer = train(tmp_path, adding_model, peft_config=LORA, max_steps=1)
-    folder = tmp_path / "checkpoint-1"
+    folder = checkpoint_of(adapter_run, 2)
     assert not (folder / "ref").exists()
     assert not any("ref" in name or "value_head" in name for name in load_file(folder / "adapter_model.safetensors"))
     assert {"value_head.safetensors", "reference.safetensors"} <= {file.name for file in folder.iterdir()}
     loaded = value_head_from_pretrained(AutoModelForCausalLM.from_pretrained(adding_model), folder)
-    for name, weight in trainer._critic.head.state_dict().items():
+    for name, weight in adapter_run._critic.head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     assert any(weight.abs().max() > 0 for weight in loaded.state_dict().values())
 
 
-def test_full_weights_are_saved_without_the_value_head(tmp_path: Path, adding_model: str) -> None:
-    trainer = train(tmp_path, adding_model, max_steps=1)
-    trainer.save_model()
+def test_full_weights_are_saved_without_the_value_head(tmp_path: Path, full_run: MCPGRPOTrainer) -> None:
+    full_run.save_model(str(tmp_path))
     assert not any("value_head" in name for name in load_file(tmp_path / "model.safetensors"))
     assert (tmp_path / "value_head.safetensors").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -110,7 +207,7 @@ def test_full_weights_are_saved_without_the_value_head(tmp_path: Path, adding_mo
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_value_head_is_pushed_only_if_asked_for(
-    tmp_path: Path, adding_model: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, adapter_run: MCPGRPOTrainer, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: set[str] = set()
 
@@ -118,11 +215,12 @@ def test_the_value_head_is_pushed_only_if_asked_for(
         def upload_folder(self, folder_path: str, **kwargs: Any) -> None:
             pushed.update(file.name for file in Path(folder_path).iterdir())
 
-    trainer = train(tmp_path, adding_model, peft_config=LORA, max_steps=1, push_value_head=asked)
-    trainer.save_model()
     monkeypatch.setattr(transformers_trainer, "hf_api", Hub)
-    trainer.hub_model_id = "somebody/sums"
-    trainer.push_to_hub()
+    monkeypatch.setattr(adapter_run, "hub_model_id", "somebody/sums")
+    monkeypatch.setattr(adapter_run.args, "output_dir", str(tmp_path))
+    monkeypatch.setattr(adapter_run.args, "push_value_head", asked)
+    adapter_run.save_model()
+    adapter_run.push_to_hub()
     assert "adapter_model.safetensors" in pushed
     assert ("value_head.safetensors" in pushed) == asked
     assert (tmp_path / "value_head.safetensors").exists()

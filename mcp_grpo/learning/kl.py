@@ -31,8 +31,6 @@ class KLControl:
     Attributes:
         beta (`float`):
             The weight now.
-        num_ignored (`int`):
-            Updates with a divergence that is not a number.
 
     Raises:
         [`SettingsError`]: If a setting cannot be. With a weight of 0, TRL would not compute the divergence at all.
@@ -49,7 +47,6 @@ class KLControl:
         self._gain = gain
         self._most = max_beta
         self.beta = beta
-        self.num_ignored = 0
 
     def update(self, kl: float) -> None:
         """
@@ -57,11 +54,10 @@ class KLControl:
 
         Args:
             kl (`float`):
-                Mean KL divergence per token of the step, over all processes. One that is not a number says nothing: it is
-                counted, and the weight stays. An infinite one is as any that is far too large.
+                Mean KL divergence per token of the step, over all processes. One that is not a number says nothing: the
+                weight stays. An infinite one is as any that is far too large.
         """
         if math.isnan(kl):
-            self.num_ignored += 1
             return
         error = min(max(kl / self._target - 1, -_MAX_CHANGE), _MAX_CHANGE)
         self._set(self.beta * (1 + self._gain * error))
@@ -71,9 +67,9 @@ class KLControl:
         What must be kept to go on later.
 
         Returns:
-            `dict[str, float]`: The attributes.
+            `dict[str, float]`: The weight.
         """
-        return {"beta": self.beta, "num_ignored": self.num_ignored}
+        return {"beta": self.beta}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """
@@ -84,7 +80,6 @@ class KLControl:
                 What `state_dict` returned.
         """
         self._set(state["beta"])
-        self.num_ignored = int(state["num_ignored"])
 
     def _set(self, beta: float) -> None:
         self.beta = min(max(beta, self._least), self._most)

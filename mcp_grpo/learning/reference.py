@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners import lora
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -77,6 +78,11 @@ class MovingReference:
             `"ema"` for `decay * reference + (1 - decay) * policy`, `"hard"` for a copy of the policy.
         decay (`float`, *optional*, defaults to `0.99`):
             Weight of the reference in its moving average.
+        autocast_dtype (`torch.dtype`, *optional*):
+            What forward passes compute in, if under autocast. The factors of the adapter "ref" are then held in it beside
+            their average: autocast would round them to it in every pass, and activations would go to float32 and back.
+            Log-probabilities are the same, bit by bit. Not for parameters that are to be sharded, where all must have one
+            dtype.
 
     Attributes:
         num_syncs (`int`):
@@ -93,6 +99,7 @@ class MovingReference:
         *,
         mode: ReferenceMode = "ema",
         decay: float = 0.99,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         if mode not in get_args(ReferenceMode):
             raise SettingsError(f"`mode` must be one of {get_args(ReferenceMode)}, got {mode!r}.")
@@ -118,6 +125,9 @@ class MovingReference:
         self._mode = mode
         self._decay = decay
         self._shadows: dict[str, torch.Tensor] = {}
+        self._narrowed: set[str] = set()
+        if autocast_dtype is not None and isinstance(policy, PeftModel):
+            self._narrow(policy, autocast_dtype)
         self.num_syncs = 0
 
     @torch.no_grad()
@@ -136,12 +146,12 @@ class MovingReference:
 
         Returns:
             `tuple[float, int]`: Euclidean norm of the difference, and how many elements differ from the policy's, cast to
-            the reference's dtype.
+            the reference's dtype. Where the reference is held in `autocast_dtype`, it is its average that is compared.
         """
         figures: list[torch.Tensor] = []
         for pairs in self._batches():
             with _whole(_members(pairs), is_changed=False):
-                figures.append(_compared(pairs))
+                figures.append(self._compared(pairs))
         # Read back once, for every time waits for the device.
         squares, num_differing = torch.stack([each.to(figures[0].device) for each in figures]).sum(dim=0).tolist()
         return math.sqrt(squares), int(num_differing)
@@ -245,15 +255,26 @@ class MovingReference:
         if batch:
             yield batch
 
+    def _narrow(self, policy: PeftModel, dtype: torch.dtype) -> None:
+        """Hold in another dtype what autocast would cast to it. Other parts of an adapter may need all their digits."""
+        factors = {id(factor) for factor in _reference_factors(policy)}
+        for name, (_, slot) in self._slots.items():
+            reference = slot.parameter
+            if id(slot.owner) in factors and reference.dtype == torch.float32:
+                self._narrowed.add(name)
+                self._shadows[name] = reference.data
+                reference.data = reference.data.to(dtype)
+
     def _average(self, pair: _Pair) -> torch.Tensor:
         """What is averaged: the reference itself, or its shadow where its dtype is too coarse."""
         name, _, reference = pair
+        if name in self._shadows:
+            return self._shadows[name]
         if self._mode == "hard" or torch.finfo(reference.dtype).bits >= 32:
             return reference
-        if name not in self._shadows:
-            # Where ZeRO-3 gathers a parameter it is whole, as is the shadow: too large for the device it is sharded on.
-            device = torch.device("cpu") if _is_zero3(reference) else reference.device
-            self._shadows[name] = reference.to(device, torch.float32)
+        # Where ZeRO-3 gathers a parameter it is whole, as is the shadow: too large for the device it is sharded on.
+        device = torch.device("cpu") if _is_zero3(reference) else reference.device
+        self._shadows[name] = reference.to(device, torch.float32)
         return self._shadows[name]
 
     def _write(self, pairs: Sequence[_Pair], decay: float) -> None:
@@ -263,20 +284,29 @@ class MovingReference:
             steps = torch._foreach_sub(new, averages)  # type: ignore[reportPrivateImportUsage]
             # Rounds less than a sum of two products.
             torch._foreach_add_(averages, steps, alpha=1 - decay)  # type: ignore[reportPrivateImportUsage]
-        for pair, average, value in zip(pairs, averages, new, strict=True):
-            if not decay:
-                average.copy_(value)
-            if average is not pair.reference:
-                pair.reference.copy_(average)
+        else:
+            _copy(averages, new)
+        coarse = [
+            (pair.reference, each) for pair, each in zip(pairs, averages, strict=True) if each is not pair.reference
+        ]
+        if coarse:
+            _copy(*map(list, zip(*coarse, strict=True)))
+
+    def _compared(self, pairs: Sequence[_Pair]) -> torch.Tensor:
+        """Sum of the squares of all differences, and the number of those that are not 0."""
+        held = [self._shadows[pair.name] if pair.name in self._narrowed else pair.reference for pair in pairs]
+        policy = _joined([pair.policy.to(each.device, each.dtype) for pair, each in zip(pairs, held, strict=True)])
+        reference = _joined(held)
+        figures = [(policy - reference).float().square().sum(), (policy != reference).sum()]
+        figures = [figure.full_tensor() if isinstance(figure, DTensor) else figure for figure in figures]
+        return torch.stack([figure.double() for figure in figures])
 
 
-def _compared(pairs: Sequence[_Pair]) -> torch.Tensor:
-    """Sum of the squares of all differences, and the number of those that are not 0."""
-    policy = _joined([pair.policy.to(pair.reference.device, pair.reference.dtype) for pair in pairs])
-    reference = _joined([pair.reference for pair in pairs])
-    figures = [(policy - reference).float().square().sum(), (policy != reference).sum()]
-    figures = [figure.full_tensor() if isinstance(figure, DTensor) else figure for figure in figures]
-    return torch.stack([figure.double() for figure in figures])
+def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    if len(to) == 1:  # as those that are sharded come, for which the other is not defined
+        to[0].copy_(values[0])
+    else:
+        torch._foreach_copy_(to, values)  # type: ignore[reportPrivateImportUsage]
 
 
 def _members(pairs: Sequence[_Pair]) -> list[torch.Tensor]:
@@ -323,6 +353,15 @@ def _add_adapter(policy: PeftModel) -> None:
     # PEFT 0.18 freezes all that is not an adapter when one is added, such as a value head.
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(requires_grad.get(name, False))
+
+
+def _reference_factors(policy: PeftModel) -> Generator[nn.Module]:
+    """What the adapter "ref" only multiplies activations with, which is what autocast casts."""
+    for layer in policy.modules():
+        if isinstance(layer, lora.Linear) and _REFERENCE_ADAPTER not in layer.lora_variant:
+            for factors in (layer.lora_A, layer.lora_B):
+                if _REFERENCE_ADAPTER in factors:
+                    yield factors[_REFERENCE_ADAPTER]
 
 
 def _adapter_names(policy: PeftModel) -> dict[str, str]:

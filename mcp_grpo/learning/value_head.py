@@ -182,9 +182,8 @@ class ValueRecorder:
     Args:
         model (`Callable`):
             Model with a value head, which may be wrapped for several processes.
-        num_tokens (`int`, *optional*):
-            Length `T` of the completions: values are asked for only there. If not given, nothing is asked, and the
-            model gives values of its own accord or none.
+        num_tokens (`int`):
+            Length `T` of the completions: values are asked for only there.
 
     Example:
 
@@ -195,14 +194,13 @@ class ValueRecorder:
     ```
     """
 
-    def __init__(self, model: Any, num_tokens: int | None = None) -> None:
+    def __init__(self, model: Any, num_tokens: int) -> None:
         self._model = model
-        # Before the first token, and after each.
-        self._asks = {} if num_tokens is None else {"num_values": num_tokens + 1}
+        self._num_values = num_tokens + 1  # before the first token, and after each
         self._parts: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._model(*args, **self._asks, **kwargs)
+        output = self._model(*args, num_values=self._num_values, **kwargs)
         if isinstance(output, FusedValueOutput) and output.value_preds is not None:
             self._parts.append(output.value_preds)
         return output

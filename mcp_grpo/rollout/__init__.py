@@ -1,5 +1,6 @@
 """The rollout: from tasks to trajectories."""
 
+from mcp_grpo.rollout.background import Background
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.generator import Generation, Generator, Sampling
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
@@ -10,6 +11,7 @@ from mcp_grpo.rollout.transformers_generator import TransformersGenerator
 
 
 __all__ = [
+    "Background",
     "Cutoff",
     "Generation",
     "Generator",

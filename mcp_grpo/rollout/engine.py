@@ -93,6 +93,10 @@ class RolloutEngine:
         """
         return [renderer.prompt_ids(task.prompt, self.schemas_for(task)) for task in tasks]
 
+    def cancel(self) -> None:
+        """End every rollout that is under way, on whatever thread it is waited for."""
+        _cancel(self._rollouts)
+
     def close(self) -> None:
         """End every server. Safe to call more than once."""
         self._finalizer()

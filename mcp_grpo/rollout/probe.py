@@ -51,9 +51,9 @@ class WeightProbe:
             raise SamplerError(
                 f"After the weights were sent, the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} "
                 f"nats per token, {noise:.3g} at first; the limit is {limit:.3g} (`weight_sync_tolerance` is "
-                f"{self._tolerance:g}). It samples from another model than the one that is trained. Check that vLLM was started "
-                "with the same base model and precision, and "
-                "without quantisation that the trainer does not have."
+                f"{self._tolerance:g}). It samples from another model than the one that is trained. Check that vLLM was "
+                "started with the same base model and precision, without quantisation that the trainer does not have, and "
+                "that no other run has changed its weights; if in doubt, restart it."
             )
         if before is None or mismatch <= 2 * noise:
             return mismatch

@@ -1,12 +1,13 @@
-"""Short training runs on the server of `servers/sums.py`."""
+"""Short training runs on the server of `servers/sums.py`, run in this process, where it starts at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from servers.sums import server
 
-from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
+from helpers.sums import ROWS, TEMPLATE_KWARGS
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Task, Trajectory, exact_answer
 
 
@@ -45,7 +46,7 @@ def make_trainer(
         reward,
         settings(folder, **changes),
         Dataset.from_list(rows),
-        servers=SERVERS,
+        servers={"sums": server},
         peft_config=peft_config,
         callbacks=callbacks,
     )

@@ -96,7 +96,7 @@ def scored(turns: Turns, *, gamma: float = 0.99, scale: str = "none") -> tuple[B
         batch["completion_mask"] = (torch.arange(num_tokens) <= last[:, None]).long()
         batch["is_cut"] = (turns.bootstrap != 0).to(turns.rewards.dtype)
         values[torch.arange(rows), last + 1] = torch.where(turns.bootstrap != 0, turns.bootstrap, 9.0)
-    recorder = ValueRecorder(lambda: FusedValueOutput(value_preds=values))
+    recorder = ValueRecorder(lambda num_values: FusedValueOutput(value_preds=values), num_tokens)
     recorder()
     return batch, recorder
 

@@ -215,6 +215,83 @@ def test_modules_to_save_are_averaged_with_the_adapter() -> None:
         assert not torch.equal(parameters[name], parameters[name.replace("modules_to_save.ref", "original_module")])
 
 
+def under_autocast(policy: PeftModel, adapter: str = "ref") -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), use_adapter(policy, adapter):
+        return policy(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32 base", "bfloat16 base"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["norm", "lm_head"]},
+        {"use_dora": True},
+    ],
+    ids=["linear", "embedding and saved modules", "dora"],
+)
+def test_under_autocast_the_reference_is_the_same_to_the_bit_with_factors_in_bfloat16(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    base = full(dtype, tie_word_embeddings=False)
+    config = LoraConfig(**{**LORA, "init_lora_weights": False, **settings})
+    policies = [get_peft_model(copy.deepcopy(base), config) for _ in range(2)]
+    policies[1].load_state_dict(policies[0].state_dict())
+    wide, narrow = (
+        MovingReference(policy, decay=0.9, autocast_dtype=dtype)
+        for policy, dtype in zip(policies, (None, torch.bfloat16), strict=True)
+    )
+    before = under_autocast(policies[0])
+    for seed in range(3):
+        assert torch.equal(under_autocast(policies[1]), under_autocast(policies[0]))
+        for policy, moving in zip(policies, (wide, narrow), strict=True):
+            nudge(policy.eval(), seed)
+            moving.sync()
+    assert not torch.equal(under_autocast(policies[0]), before)
+    assert narrow.difference() == pytest.approx(wide.difference())
+    for name, value in wide.state_dict().items():
+        assert torch.equal(narrow.state_dict()[name], value), name
+    narrowed = {name for name, p in policies[1].named_parameters() if p.dtype != policies[0].get_parameter(name).dtype}
+    assert all(".ref." in name and ("lora_A" in name or "lora_B" in name) for name in narrowed)
+    assert bool(narrowed) == (not config.use_dora)
+
+
+def test_an_average_moves_by_less_than_its_factors_in_bfloat16_can_show() -> None:
+    policy = with_lora(init_lora_weights=False)
+    moving = MovingReference(policy, autocast_dtype=torch.bfloat16)
+    factors = {name: value for name, value in snapshot(policy).items() if ".ref." in name}
+    start = {name: value.double() for name, value in moving.state_dict().items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + 1e-3)
+    moving.sync()
+    unmoved = [torch.equal(value, policy.get_parameter(name)) for name, value in factors.items()]
+    for name, value in moving.state_dict().items():
+        if name != "num_syncs":
+            torch.testing.assert_close(value.double(), start[name] * (1 + 1e-5), rtol=1e-7, atol=0)
+    assert all(value.dtype == torch.bfloat16 for value in factors.values())
+    moved_a_little = sum(unmoved)
+    for _ in range(500):
+        moving.sync()
+    assert sum(torch.equal(value, policy.get_parameter(name)) for name, value in factors.items()) < moved_a_little
+
+
+def test_a_hard_sync_leaves_no_difference_to_factors_in_bfloat16_and_is_saved_with_all_digits(tmp_path: Path) -> None:
+    policy = with_lora(init_lora_weights=False)
+    moving = MovingReference(policy, mode="hard", autocast_dtype=torch.bfloat16)
+    assert moving.difference() == (0, 0)
+    nudge(policy, size=1e-6)  # which bfloat16 does not show
+    assert moving.difference()[1] > 0
+    moving.sync()
+    assert moving.difference() == (0, 0)
+    moving.save(tmp_path)
+    for name, value in load_file(tmp_path / "reference.safetensors").items():
+        if name != "num_syncs":
+            assert torch.equal(value, policy.get_parameter(name.removeprefix("reference.")))
+    assert torch.equal(under_autocast(policy.eval()), under_autocast(policy, "default"))
+
+
 def trl_trainer(
     folder: Path, model: Any, callbacks: list | None = None, cls: type = GRPOTrainer, **kwargs: Any
 ) -> Any:

@@ -110,7 +110,7 @@ class Draws:
     def recorder(self, table: torch.Tensor) -> ValueRecorder:
         """A forward pass that gave these values."""
         values = torch.nn.functional.pad(self.values(table), (0, 1))
-        recorder = ValueRecorder(lambda: FusedValueOutput(value_preds=values))
+        recorder = ValueRecorder(lambda num_values: FusedValueOutput(value_preds=values), MAX_TURNS)
         recorder()
         return recorder
 

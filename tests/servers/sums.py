@@ -26,4 +26,5 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-server.run("stdio")
+if __name__ == "__main__":
+    server.run("stdio")
