@@ -415,9 +415,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __enter__(self) -> "Server":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_CONTEXT)]
@@ -468,15 +466,22 @@ class Server:
         raise RuntimeError(f"The vLLM server was not up after {START_TIME:.0f} s:\n{tail(self.log)}")
 
 
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def tail(log: Path, num_lines: int = 25) -> str:
     """The end of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
 
 
 def synchronize(device: str) -> None:
-    """Wait for what the GPU still does."""
+    """Wait for what the GPU still does for this thread."""
     if device == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def versions() -> dict[str, str]:
@@ -518,10 +523,11 @@ def run_alone(script: Path, arguments: Sequence[str], log: Path, timeout: float)
     Returns:
         `str` or `None`: Why it failed, if it did.
     """
+    command = [sys.executable, str(script), *arguments]
+    # Else all would meet at the same port, also those of other runs on the machine.
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(script), *arguments], stdout=file, stderr=file, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
     try:
         if (code := process.wait(timeout)) != 0:
             return f"it ended with {code}:\n{tail(log)}"

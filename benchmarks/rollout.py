@@ -31,6 +31,7 @@ import json
 import logging
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -57,6 +58,7 @@ from fixed_turns import (
     SleepingPool,
     device_name,
     draw_latencies,
+    free_port,
     markdown,
     require_vllm,
     sample_all,
@@ -628,6 +630,7 @@ def main(arguments: Arguments) -> list[str]:
     """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run = Run(arguments)
     with ExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
