@@ -44,7 +44,7 @@ from fixed_turns import (
     engine_settings,
     fixed_turns_in_trainers,
     markdown,
-    require_vllm,
+    prepare,
     run_alone,
     save_random_model,
     say,
@@ -395,7 +395,7 @@ def main(arguments: Arguments) -> list[str]:
 
 
 if __name__ == "__main__":
-    require_vllm()
+    prepare()
     if (given := parse_arguments()).part is not None:
         run_part(given)
     elif failures := main(given):

@@ -92,10 +92,13 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def require_vllm() -> None:
-    """Stop, in words, where there is no vLLM."""
+def prepare() -> None:
+    """Stop, in words, where there is no vLLM; and leave nothing running when this process is told to end."""
     if find_spec("vllm") is None:
-        raise SystemExit("This benchmark needs vLLM: `pip install mcp-grpo[vllm]`, or `make install-vllm` on a CPU.")
+        raise SystemExit(
+            "This benchmark needs vLLM: `pip install mcp-grpo[vllm]`, or `python tests/install_vllm.py` for a CPU."
+        )
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def random_config(shape: str, device: str) -> Qwen3Config:

@@ -60,7 +60,7 @@ from fixed_turns import (
     draw_latencies,
     free_port,
     markdown,
-    require_vllm,
+    prepare,
     sample_all,
     save_random_model,
     say,
@@ -677,6 +677,6 @@ def main(arguments: Arguments) -> list[str]:
 
 
 if __name__ == "__main__":
-    require_vllm()
+    prepare()
     if failures := main(parse_arguments()):
         sys.exit("\n".join(failures))

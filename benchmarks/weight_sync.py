@@ -30,8 +30,8 @@ from fixed_turns import (
     device_name,
     engine_settings,
     markdown,
+    prepare,
     random_model,
-    require_vllm,
     run_alone,
     sample_all,
     save_random_model,
@@ -210,9 +210,10 @@ def crossing(shape: str, found: dict[tuple[str, str], dict[str, Any]]) -> str:
     merge, adapter = (found[shape, kind] for kind in KINDS)
     dearer = statistics.median(merge["sync_seconds"]) - statistics.median(adapter["sync_seconds"])
     slower = 1 / statistics.median(adapter["tokens_per_second"]) - 1 / statistics.median(merge["tokens_per_second"])
-    if dearer <= 0 or slower <= 0:
-        return f"{shape}: {'merging' if slower >= 0 else 'the adapter'} is faster however many tokens are sampled."
-    return f"{shape}: merging is faster from {dearer / slower:,.0f} sampled tokens per step on."
+    if dearer * slower <= 0:
+        return f"{shape}: {'merging' if slower > 0 else 'the adapter'} is faster however many tokens are sampled."
+    faster = "merging" if slower > 0 else "the adapter"
+    return f"{shape}: {faster} is faster from {dearer / slower:,.0f} sampled tokens per step on."
 
 
 def table(found: dict[tuple[str, str], dict[str, Any]], step_tokens: int) -> str:
@@ -251,7 +252,7 @@ def main(arguments: Arguments) -> list[str]:
     found, problems = measure_all(arguments)
     checks = judge(arguments, found)
     if found:
-        graphs = "without graphs" if arguments.eager else "with graphs"
+        graphs = "without graphs" if arguments.eager or arguments.device == "cpu" else "with graphs"
         what = f"{arguments.sequences} sequences of {arguments.tokens} tokens, {graphs}"
         say("", f"{next(iter(found.values()))['device']}, {what}, LoRA r={RANK}", "")
         say(table(found, arguments.step_tokens), "", *[crossing(shape, found) for shape in arguments.shapes])
@@ -272,7 +273,7 @@ def main(arguments: Arguments) -> list[str]:
 
 
 if __name__ == "__main__":
-    require_vllm()
+    prepare()
     if (given := parse_arguments()).part is not None:
         run_part(given)
     elif failures := main(given):
