@@ -45,7 +45,7 @@ def test_a_thousandth_of_a_nat_is_let_pass_however_equal_they_were_at_first() ->
     probe = WeightProbe(0.1)
     probe.check(TRAINED, TRAINED)
     assert probe.check(moved(TRAINED, 9e-4), TRAINED) == pytest.approx(9e-4)
-    with pytest.raises(SamplerError, match="the limit is 0.001"):
+    with pytest.raises(SamplerError, match=r"the limit is 0\.001"):
         probe.check(moved(TRAINED, 1.1e-3), TRAINED)
 
 
