@@ -40,6 +40,8 @@ def adapter_problem(policy: Any) -> str | None:
         "`target_parameters` are no layers": config.target_parameters,
         "`trainable_token_indices` are rows of an embedding": config.trainable_token_indices,
         "`layer_replication` repeats layers": config.layer_replication,
+        # On a GPU, vLLM leaves it out of the log-probabilities of prompts, by which weights are compared.
+        "its adapter reaches the output layer": isinstance(policy.get_base_model().get_output_embeddings(), LoraLayer),
         f"`init_lora_weights={config.init_lora_weights!r}` changes the base model": config.init_lora_weights
         not in _PLAIN_INITS,
     }

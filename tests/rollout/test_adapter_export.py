@@ -31,7 +31,7 @@ ADAPTERS = {
     },
     "patterns and rslora": {"r": 8, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"v_proj": 1}, "use_rslora": True},
     "some layers": {"r": 4, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
-    "embedding and output": {"r": 4, "lora_alpha": 12, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "embedding": {"r": 4, "lora_alpha": 12, "target_modules": ["embed_tokens", "q_proj"]},
 }
 
 
@@ -179,6 +179,7 @@ def test_vllm_is_asked_for_a_rank_that_it_knows(base: str, rank: int, room: int)
         ({"layer_replication": [(0, 2), (1, 2)]}, "`layer_replication` repeats layers"),
         ({"init_lora_weights": "pissa"}, "`init_lora_weights='pissa'` changes the base model"),
         ({"init_lora_weights": "olora"}, "`init_lora_weights='olora'` changes the base model"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "its adapter reaches the output layer"),
         ({"r": 513}, "its rank of 513 is above 512"),
         ({"rank_pattern": {"q_proj": 600}}, "its rank of 600 is above 512"),
     ],

@@ -244,13 +244,23 @@ def test_a_dead_engine_loses_the_server(
     portal: BlockingPortal, front: Callable[..., Front], over: Callable[..., VLLMServerGenerator]
 ) -> None:
     dead, well = front(), front()
-    dead.answer = failing((500, {"message": "EngineCore is dead"}))
+    dead.answer, dead.health = failing((500, {"message": "EngineCore encountered an issue"})), 503
     generator = over(dead.url, well.url)
     (generation,) = generate(portal, generator, [ONE])
     assert generation.token_ids == (5, 6)
     assert generator.urls == [well.url]
     generate(portal, generator, [ONE, ONE])
     assert len(dead.bodies) == 1  # it is not asked again
+
+
+def test_an_error_of_a_server_that_is_well_is_a_refusal(
+    portal: BlockingPortal, front: Callable[..., Front], over: Callable[..., VLLMServerGenerator]
+) -> None:
+    server = front()
+    server.answer = failing((500, {"message": "this one makes no sense"}))
+    with pytest.raises(SamplerError, match=r"refuses a request \(500\).*this one makes no sense"):
+        generate(portal, over(server.url), [ONE])
+    assert len(server.bodies) == 1
 
 
 def test_a_server_that_hangs_and_is_not_healthy_is_given_up(
