@@ -33,6 +33,7 @@ def adapter_problem(policy: Any) -> str | None:
     config: Any = policy.peft_config["default"]
     if not isinstance(config, LoraConfig):
         return f"its adapter is {config.peft_type}, not LoRA"
+    base: Any = policy.get_base_model()
     problems = {
         "`bias` is not 'none'": config.bias != "none" or config.lora_bias,
         "`use_dora` is on": config.use_dora,
@@ -41,7 +42,7 @@ def adapter_problem(policy: Any) -> str | None:
         "`trainable_token_indices` are rows of an embedding": config.trainable_token_indices,
         "`layer_replication` repeats layers": config.layer_replication,
         # On a GPU, vLLM leaves it out of the log-probabilities of prompts, by which weights are compared.
-        "its adapter reaches the output layer": isinstance(policy.get_base_model().get_output_embeddings(), LoraLayer),
+        "its adapter reaches the output layer": isinstance(base.get_output_embeddings(), LoraLayer),
         f"`init_lora_weights={config.init_lora_weights!r}` changes the base model": config.init_lora_weights
         not in _PLAIN_INITS,
     }
