@@ -33,6 +33,7 @@ def adapter_problem(policy: Any) -> str | None:
     config: Any = policy.peft_config["default"]
     if not isinstance(config, LoraConfig):
         return f"its adapter is {config.peft_type}, not LoRA"
+    base: Any = policy.get_base_model()
     problems = {
         "`bias` is not 'none'": config.bias != "none" or config.lora_bias,
         "`use_dora` is on": config.use_dora,
@@ -40,6 +41,8 @@ def adapter_problem(policy: Any) -> str | None:
         "`target_parameters` are no layers": config.target_parameters,
         "`trainable_token_indices` are rows of an embedding": config.trainable_token_indices,
         "`layer_replication` repeats layers": config.layer_replication,
+        # On a GPU, vLLM leaves it out of the log-probabilities of prompts, by which weights are compared.
+        "its adapter reaches the output layer": isinstance(base.get_output_embeddings(), LoraLayer),
         f"`init_lora_weights={config.init_lora_weights!r}` changes the base model": config.init_lora_weights
         not in _PLAIN_INITS,
     }
@@ -94,7 +97,9 @@ def save_adapter(policy: PeftModel, folder: Path, whole: Any, *, is_writer: bool
         folder.mkdir(parents=True)
         config: Any = deepcopy(policy.peft_config["default"])
         config.r = config.lora_alpha = _rank(policy)
-        config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
+        # For readers that know layers of different ranks, as PEFT does: the factor of each is 1.
+        config.rank_pattern = config.alpha_pattern = _smaller_ranks(policy)
+        config.use_rslora = False
         config.inference_mode = True
         config.save_pretrained(str(folder))
         save_file(state, folder / "adapter_model.safetensors")
@@ -112,6 +117,15 @@ def _adapter_state(policy: PeftModel, scales: dict[str, float], whole: Any) -> d
             is_second = rest.startswith(("B.", "embedding_B."))
             values[name] = (value * scales[layer] if is_second else value).detach().cpu()
     return get_peft_model_state_dict(policy, values, adapter_name="default", save_embedding_layers=False)
+
+
+def _smaller_ranks(policy: PeftModel) -> dict[str, int]:
+    ranks = {
+        name.removeprefix("base_model.model."): module.r["default"]
+        for name, module in policy.named_modules()
+        if isinstance(module, LoraLayer) and "default" in module.r
+    }
+    return {name: rank for name, rank in ranks.items() if rank < _rank(policy)}
 
 
 def _gathered(whole: Any, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:

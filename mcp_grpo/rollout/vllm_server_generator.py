@@ -185,8 +185,8 @@ class VLLMServerGenerator:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 await self._check(server)  # if it is there, it only closed the connection
                 status, text = 503, repr(error)
-            if status == 500 and "dead" in text.lower():
-                raise _ServerLost(f"its engine is dead: {text}")
+            if status == 500:
+                await self._check(server)  # it answers so when its engine has died, too
             if status not in _BUSY:
                 raise SamplerError(f"The vLLM server at {server.url} refuses a request ({status}): {text}")
             await asyncio.sleep(0.25 * 2**attempt)

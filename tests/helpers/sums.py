@@ -16,10 +16,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 ROWS = [{"task_id": f"sum-{i}", "prompt": "2+3?", "answer": "5", "colour": "red"} for i in range(4)]
 
 
-def save_adding_model(folder: Path, tools: list[dict[str, Any]]) -> str:
+def save_adding_model(folder: Path, tools: list[dict[str, Any]], **settings: Any) -> str:
     """Teach a tiny model the one conversation, at some length, and write it with its tokenizer."""
     tokenizer = family_tokenizer("qwen3")
-    model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128)
+    model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128, **settings)
     renderer = Renderer(
         tokenizer, end_of_turn_ids=end_of_turn_ids("qwen3", tokenizer), chat_template_kwargs=TEMPLATE_KWARGS
     )
