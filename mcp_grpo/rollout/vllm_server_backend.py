@@ -1,5 +1,6 @@
 """vLLM servers that follow the policy's weights."""
 
+import logging
 import shutil
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from mcp_grpo.errors import SamplerError, SettingsError
 from mcp_grpo.rollout.vllm_backend import VLLMBackend
 from mcp_grpo.rollout.vllm_server_generator import VLLMServerGenerator
 
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT = 600.0  # seconds for a server to take weights
 
@@ -48,9 +51,21 @@ class VLLMServerBackend(VLLMBackend):
         Returns:
             [`VLLMServerGenerator`]: It samples from the weights that were sent last.
         """
-        return VLLMServerGenerator(
+        self._generator = VLLMServerGenerator(
             self._urls, model=lambda: self._adapter or self._model_name, end_of_turn_ids=end_of_turn_ids
         )
+        return self._generator
+
+    def sync_weights(self) -> None:
+        """See [`VLLMBackend.sync_weights`]. Of several servers, those that any process has lost get none any more."""
+        if self._generator is not None and len(self._urls) > 1:
+            up = gather_object([[url for url in self._generator.urls if _is_up(url)]])
+            lost = [url for url in self._urls if not all(url in urls for urls in up)]
+            if lost:
+                logger.warning("Going on without the vLLM servers at %s: they are lost.", ", ".join(lost))
+            self._urls = [url for url in self._urls if url not in lost]
+            self._generator.keep_only(self._urls)
+        super().sync_weights()
 
     def wake_up(self) -> None:
         """Nothing to do: servers do not sleep."""
@@ -74,14 +89,13 @@ class VLLMServerBackend(VLLMBackend):
         self._adapter = None
         super().close()
 
-    @property
-    def _uses_nccl(self) -> bool:
-        return not self.sends_adapters and len(self._urls) == 1 and self.accelerator.device.type == "cuda"
-
     def _init_vllm(self) -> None:
         base = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self._urls = [url.rstrip("/") for url in self._settings.urls or [base]]
         self._model_name, self._max_context = "", 0
+        self._generator: VLLMServerGenerator | None = None
+        is_cuda = self.accelerator.device.type == "cuda"
+        self._uses_nccl = not self.sends_adapters and len(self._urls) == 1 and is_cuda
         self._name = f"mcp-grpo-{gather_object([f'{time.time_ns():x}'])[0]}"
         self._folder = self._settings.folder.absolute() / self._name
         deadline = time.monotonic() + self.server_timeout
@@ -193,6 +207,13 @@ def _answer(url: str, path: str, response: httpx2.Response) -> Any:
     raise SamplerError(
         f"The vLLM server at {url} answers {path} with {response.status_code}: {response.text[:500]}. {advice}."
     )
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=10.0).status_code == 200
+    except httpx2.HTTPError:
+        return False
 
 
 def _wait_for(url: str, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """Sampling on vLLM servers: token ids there, token ids and log-probabilities back."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,6 +72,18 @@ class VLLMServerGenerator:
     def urls(self) -> list[str]:
         """Addresses of the servers that are not lost."""
         return [server.url for server in self._servers if server.lost is None]
+
+    def keep_only(self, urls: Collection[str]) -> None:
+        """
+        Give up servers that do not get weights any more.
+
+        Args:
+            urls (`Collection[str]`):
+                Addresses of those that do.
+        """
+        for server in self._servers:
+            if server.url not in urls:
+                server.lost = server.lost or "it was not up when weights were sent"
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """See [`Generator.generate`]."""

@@ -50,6 +50,7 @@ class Front:
         self.answer: Callable[[dict[str, Any]], Awaitable[tuple[int, Any] | None]] = self._canned
         self.health, self.model = 200, "sums"
         self.bodies: list[dict[str, Any]] = []
+        self.adapters: set[str] | None = None  # if it takes any
         portal.call(self._open)
 
     async def _open(self) -> None:
@@ -57,6 +58,7 @@ class Front:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/{what:(un)?load}_lora_adapter", self._change_adapters)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -68,6 +70,13 @@ class Front:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model, "max_model_len": 64}]})
+
+    async def _change_adapters(self, request: web.Request) -> web.Response:
+        if self.adapters is None:
+            return web.Response(status=404)
+        change = self.adapters.add if request.match_info["what"] == "load" else self.adapters.discard
+        change((await request.json())["lora_name"])
+        return web.Response()
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -564,6 +573,32 @@ def test_a_server_that_takes_no_adapters_is_told_how_to(
     with pytest.raises(SamplerError, match=r"could not be sent.*load_lora_adapter with 404.*--enable-lora"):
         made.sync_weights()
     made.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_sent_to_the_servers_that_are_left(
+    tmp_path: Path, portal: BlockingPortal, policy: Any, front: Callable[..., Front]
+) -> None:
+    fronts = [front(), front(), front()]
+    for each in fronts:
+        each.answer, each.adapters = by_temperature, set()
+    made = backend(policy, tmp_path, *(each.url for each in fronts))
+    generator = made.make_generator(ENDS)
+    made.sync_weights()
+    assert fronts[0].adapters == fronts[1].adapters == fronts[2].adapters != set()
+    portal.call(fronts[0].die)  # nobody has asked it for anything since
+    fronts[1].answer, fronts[1].health = failing((500, "its engine has died")), 503
+    generate(portal, generator, [([i], Sampling(max_tokens=1, trajectory=i)) for i in range(3)])
+    made.sync_weights()
+    (name,) = fronts[2].adapters or ()
+    assert name.endswith("-2")
+    assert generator.urls == [fronts[2].url]
+    fronts[1].health = 200
+    made.sync_weights()  # it comes back with old weights, and stays out
+    assert generator.urls == [fronts[2].url]
+    generator.close()
+    made.close()
+    assert not fronts[2].adapters
     assert not list(tmp_path.iterdir())
 
 
