@@ -52,7 +52,11 @@ from mcp_grpo.types import ToolCall, ToolResult
 
 SLOW_SERVER = Path(__file__).parent / "slow_server.py"
 SERVERS = {
-    "slow": {"command": sys.executable, "args": ["-S", str(SLOW_SERVER)], "protocol": "legacy", "max_inflight": 4096}
+    "slow": {
+        "command": sys.executable,
+        "args": ["-S", str(SLOW_SERVER)],
+        "x-mcp-grpo": {"protocol": "legacy", "max_inflight": 4096},
+    }
 }
 MAX_CONTEXT = 2048
 GPU_SHARE = 0.3  # of the memory, for an engine beside a trainer

@@ -1,5 +1,7 @@
 """What only a GPU can show: 4-bit models, bf16, and vLLM that sleeps while the policy trains."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,15 @@ def test_a_model_in_four_bits_trains_with_everything_on_and_goes_on_from_a_check
         assert apart < 0.5 * moved  # kernels are not the same to the last bit, and trajectories may part
 
 
+def figures_of_a_run(folder: Path, model: str, is_quantized: bool, settings: dict[str, Any]) -> dict[str, list[float]]:
+    policy = in_four_bits(model) if is_quantized else model
+    with make_trainer(folder, policy, peft_config=ADAPTER, **ON_GPU, **ENGINE, **settings) as trainer:
+        before = adapter(trainer)
+        trainer.train()
+        moved = [float((before[name] - value).norm()) for name, value in adapter(trainer).items()]
+        return {name: logged(trainer, name) for name in ("sampler/weight_mismatch", "ratio/mean")} | {"moved": moved}
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("is_quantized", "settings"),
@@ -103,11 +114,9 @@ def test_a_model_in_four_bits_trains_with_everything_on_and_goes_on_from_a_check
 def test_the_policy_is_sampled_by_vllm_and_trained_in_bf16(
     tmp_path: Path, wide_model: str, is_quantized: bool, settings: dict[str, Any]
 ) -> None:
-    model = in_four_bits(wide_model) if is_quantized else wide_model
-    with make_trainer(tmp_path, model, peft_config=ADAPTER, **ON_GPU, **ENGINE, **settings) as trainer:
-        before = adapter(trainer)
-        trainer.train()
-        assert any(not torch.equal(before[name], value) for name, value in adapter(trainer).items())
-        assert max(logged(trainer, "sampler/weight_mismatch")) < 0.1
-        assert all(abs(mean - 1) < 0.1 for mean in logged(trainer, "ratio/mean"))
-        print(settings, trainer.vllm_generation.weight_sync, logged(trainer, "sampler/weight_mismatch"))  # noqa: T201
+    # In a process of its own: an engine that has slept leaves memory that another one in the process stumbles over.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        figures = pool.submit(figures_of_a_run, tmp_path, wide_model, is_quantized, settings).result(timeout=240)
+    assert max(figures["moved"]) > 0
+    assert max(figures["sampler/weight_mismatch"]) < 0.1
+    assert all(abs(mean - 1) < 0.1 for mean in figures["ratio/mean"])

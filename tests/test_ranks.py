@@ -1,34 +1,22 @@
 """Several processes: a group may span them, figures are theirs together, and one that fails does not hang the others."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.ranks import launch
 
 
-SCRIPT = Path(__file__).parent / "servers" / "train_ranks.py"
-
-
-def launch(
+def run(
     folder: Path, model: str, dying_rank: str = "none", changes: dict[str, Any] | None = None
-) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.run(
-        [*command, str(SCRIPT), model, str(folder), dying_rank, json.dumps(changes or {})],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+) -> subprocess.CompletedProcess[str]:
+    return launch("train_ranks.py", model, folder, dying_rank, json.dumps(changes or {}))
 
 
 def test_two_processes_train_one_policy_on_groups_that_span_them(tmp_path: Path, adding_model: str) -> None:
-    finished = launch(tmp_path, adding_model)
+    finished = run(tmp_path, adding_model)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
@@ -43,7 +31,7 @@ def test_two_processes_train_one_policy_on_groups_that_span_them(tmp_path: Path,
 
 
 def test_a_process_whose_server_breaks_stops_all_with_the_reason(tmp_path: Path, adding_model: str) -> None:
-    finished = launch(tmp_path, adding_model, dying_rank="1")
+    finished = run(tmp_path, adding_model, dying_rank="1")
     assert finished.returncode != 0
     assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
     assert "ended the connection" in finished.stderr
@@ -64,7 +52,7 @@ def test_with_everything_on_two_processes_keep_one_policy_one_value_head_and_one
         "dynamic_sampling": 1,
         "first_call_retries": 1,
     }
-    finished = launch(tmp_path, adding_model, changes=changes)
+    finished = run(tmp_path, adding_model, changes=changes)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]

@@ -17,6 +17,7 @@ from helpers.policies import tiny_model
 from helpers.runs import make_trainer, settings
 from helpers.sums import ROWS, SERVERS
 from peft import LoraConfig, get_peft_model
+from transformers import BitsAndBytesConfig
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo.errors import SamplerError, SettingsError
@@ -268,6 +269,16 @@ def test_a_quantised_model_is_not_merged(mode: str) -> None:
     policy.peft_config["default"].use_dora = True
     with pytest.raises(SettingsError, match=r"quantised.*but `use_dora` is on"):
         make(policy, "auto")
+
+
+@pytest.mark.parametrize(("kind", "is_double"), [("fp4", True), ("nf4", False)])
+def test_a_model_that_is_quantised_in_another_way_than_vllm_s_is_refused(kind: str, is_double: bool) -> None:
+    policy = get_peft_model(tiny_model(family_tokenizer("qwen3")), LoraConfig(target_modules=["q_proj"]))
+    policy.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_double
+    )
+    with pytest.raises(SettingsError, match=f"but the policy has {kind}.*bnb_4bit_use_double_quant=True"):
+        VLLMBackend(settings=VLLMSettings(), model=policy, mode="colocate")
 
 
 def test_an_adapter_that_vllm_cannot_apply_is_refused_where_it_is_asked_for() -> None:

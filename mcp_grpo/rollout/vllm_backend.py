@@ -136,8 +136,8 @@ class VLLMBackend(VLLMGeneration):
         if self.sends_adapters:
             arguments = {"enable_lora": True, "max_lora_rank": max_lora_rank(self._policy), "max_loras": 1}
         sleeps, is_cpu = self.enable_sleep_mode, self.accelerator.device.type == "cpu"
-        if is_cpu:  # a share of the whole machine's memory there
-            arguments |= {"gpu_memory_utilization": None, "kv_cache_memory_bytes": 256 << 20, "dtype": "float32"}
+        if is_cpu:
+            arguments |= self._cpu_arguments()
         if self.sends_adapters and sleeps:
             # TRL would drop the weights now; those below the adapter are not sent again.
             arguments |= {"enable_sleep_mode": True}
@@ -147,6 +147,17 @@ class VLLMBackend(VLLMGeneration):
         if self.sends_adapters and sleeps:
             self.enable_sleep_mode = True
             self.sleep()
+
+    def _cpu_arguments(self) -> dict[str, Any]:
+        context = self.max_model_length or self._policy.config.get_text_config().max_position_embeddings
+        return {
+            "gpu_memory_utilization": None,  # a share of the whole machine's memory there
+            "kv_cache_memory_bytes": 256 << 20,
+            "dtype": "float32",
+            # A request with a seed whose prompt comes in parts ends the engine there.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, context),
+        }
 
     @property
     def _policy(self) -> Any:
@@ -206,11 +217,27 @@ def _chosen(weight_sync: WeightSync, policy: Any, mode: str) -> str:
             "The base model is quantised, so that only the adapter can be sent to vLLM"
             + (f", but {problem}." if problem else '. Set `weight_sync` to "adapter" or "auto".')
         )
+    if mode == "colocate" and (other := _other_quantization(policy)):
+        raise SettingsError(
+            f"vLLM quantises the base model by itself, to nf4 with double quantisation, but the policy has {other}: the two "
+            'would not be the same model. Load it with `bnb_4bit_quant_type="nf4"` and `bnb_4bit_use_double_quant=True`, or '
+            "from a checkpoint that is quantised already."
+        )
     if weight_sync == "adapter" and problem is not None:
         raise SettingsError(f'`weight_sync="adapter"` is not possible: {problem}. Set `weight_sync="merge"`.')
     if weight_sync != "auto":
         return weight_sync
     return "adapter" if is_quantized or (mode == "server" and problem is None) else "merge"
+
+
+def _other_quantization(policy: Any) -> str | None:
+    """In what the policy's 4-bit weights differ from those that vLLM makes of the same checkpoint."""
+    config: Any = getattr(policy.config, "quantization_config", None)
+    quantizer = getattr(policy, "hf_quantizer", None)
+    if not getattr(config, "load_in_4bit", False) or getattr(quantizer, "pre_quantized", False):
+        return None
+    kind, is_double = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
+    return None if kind == "nf4" and is_double else f"{kind} {'with' if is_double else 'without'} it"
 
 
 def _fast_folder() -> str | None:

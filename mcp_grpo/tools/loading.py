@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,8 @@ from mcp_grpo.errors import ServerConfigError
 from mcp_grpo.tools.config import OPTIONS, ServerConfig, TransportKind, is_text_map, is_texts, resolved_cwd
 from mcp_grpo.tools.variables import Expander, read_variables, variables_for
 
+
+logger = logging.getLogger(__name__)
 
 OPTIONS_KEY = "x-mcp-grpo"  # our options share one key, so that the same file works in other clients
 
@@ -141,6 +144,14 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
     if fields.get("disabled") is True:
         return None
     options = _options(name, fields.get(OPTIONS_KEY, {}))
+    if misplaced := [f"`{key}`" for key in fields if key in OPTIONS]:
+        logger.warning(
+            "%s of server %r has no effect where it stands. Our options are under `%s`, so that other clients can read the "
+            "same file.",
+            ", ".join(misplaced),
+            name,
+            OPTIONS_KEY,
+        )
     transport = _transport(name, fields)
     if transport == "in_process":
         return ServerConfig(name=name, transport=transport, server=fields["server"], **options)

@@ -287,3 +287,10 @@ def test_a_secret_in_the_arguments_is_not_shown(args: tuple[str, ...], shown: st
 def test_a_secret_in_the_address_is_not_shown() -> None:
     config = ServerConfig(name="s", transport="http", url="http://me:hunter2222@h/mcp?api_key=sk-0123456789")
     assert config.redact("hunter2222 and sk-0123456789") == "*** and ***"
+
+
+def test_an_option_of_ours_that_stands_in_the_wrong_place_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    (server,) = load_servers({"slow": {"command": "slow", "max_inflight": 99, "pool_size": 3, "autoApprove": []}})
+    assert (server.max_inflight, server.pool_size) == (8, None)
+    assert "`max_inflight`, `pool_size` of server 'slow' has no effect where it stands" in caplog.text
+    assert "autoApprove" not in caplog.text
