@@ -72,6 +72,8 @@ def test_a_batch_is_sampled_by_the_policy_of_one_update_before(
         callbacks=[versions],
         rollout_ahead=1,
         max_steps=4,
+        learning_rate=5e-3,
+        lr_scheduler_type="constant",
         **where,
     ) as trainer:
         trainer.train()
