@@ -16,6 +16,9 @@ from mcp_grpo.tasks import task_from_row
 from mcp_grpo.types import Task, Trajectory
 
 
+DROP_TIME = 60.0  # seconds for a rollout to end that is of no use any more
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutAhead:
     """A batch that is rolled out while the one before it is trained on."""
@@ -45,6 +48,13 @@ class BatchingTrainer(PublishingTrainer):
     def _attempt_ahead(self, tasks: list[Task]) -> RolloutAhead:
         """Begin to attempt each task once, with the policy as it is now."""
         raise NotImplementedError
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See [`~transformers.Trainer`]."""
+        self._drop_ahead()
+        self._upcoming = (None, [])
+        self._last_loaded_step = -1  # another run may have been at the same step, with other weights
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """See [`~transformers.Trainer`]. With `rollout_ahead`, the samples of the next update are fetched as well."""
@@ -87,16 +97,27 @@ class BatchingTrainer(PublishingTrainer):
 
     def _batch(self) -> list[Trajectory]:
         """Attempts at the tasks at hand: those that were begun before, or else new ones."""
-        ahead, is_ahead = self._ahead, False
-        if self.model.training and ahead is not None:
-            self._ahead, is_ahead = None, ahead.tasks == self._tasks
-        if ahead is not None and is_ahead:
+        ahead = self._ahead if self.model.training else None
+        if ahead is not None and ahead.tasks == self._tasks:
             start, self._progress = time.monotonic(), ahead.progress
             trajectories = ahead.rollout.result()
+            self._ahead = None
             self._record({"rollout/wait_seconds": time.monotonic() - start})
             return trajectories
+        if ahead is not None:
+            self._drop_ahead()
         self._progress = RolloutProgress()
         return self._attempt(self._tasks, retries=self._retries, is_batch=True)
+
+    def _drop_ahead(self) -> None:
+        """End what was begun before and is of no use."""
+        ahead, deadline = self._ahead, time.monotonic() + DROP_TIME
+        while ahead is not None and self._engine is not None and not ahead.rollout.is_done:
+            self._engine.cancel()
+            ahead.rollout.wait(timeout=0.2)
+            if time.monotonic() > deadline:
+                break
+        self._ahead = None
 
     def _look_ahead(self) -> None:
         """Begin with the next batch, if there will be one."""

@@ -48,7 +48,6 @@ POSITIVE_OR_NONE = (
     "value_clip_range",
     "kl_target",
     "kl_hard_cap",
-    "weight_sync_tolerance",
     "max_concurrent_trajectories",
     "batch_timeout",
 )
@@ -581,6 +580,8 @@ class MCPGRPOConfig(GRPOConfig):
     def _check_guards(self) -> None:
         self._check_choices(old_logps=OLD_LOGPS, ref_sync=REF_SYNCS)
         self._check_choices(weight_sync=WEIGHT_SYNCS, rollout_ahead=ROLLOUTS_AHEAD)
+        if self.weight_sync_tolerance <= 0:
+            raise SettingsError(f"`weight_sync_tolerance` must be positive, got {self.weight_sync_tolerance}.")
         if not 0 <= self.ratio_gate_min < 1 < self.ratio_gate_max:
             raise SettingsError(
                 f"`ratio_gate_min` ({self.ratio_gate_min}) must be below 1 and `ratio_gate_max` ({self.ratio_gate_max}) above, "

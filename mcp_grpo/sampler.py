@@ -106,7 +106,8 @@ class VLLMSampler:
         self._trainer = trainer
         self._engine = engine
         self._backend: VLLMBackend = trainer.vllm_generation
-        self.max_context: int | None = self._backend.max_context
+        # What was sampled under a constraint is scored as a prompt, which must leave room for one token.
+        self.max_context: int | None = self._backend.max_context - trainer.args.constrained_decoding
         self._generator = self._backend.make_generator(trainer.eos_token_ids)
         self._probe = WeightProbe(trainer.args.weight_sync_tolerance)
         self._held: list[list[int]] = []
@@ -153,7 +154,8 @@ class VLLMSampler:
 
     def _probed(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> float:
         if not self._held:
-            different = list(dict.fromkeys(tuple(ids[-MAX_HELD_TOKENS:]) for ids in prompts()))
+            max_tokens = min(MAX_HELD_TOKENS, self._backend.max_context - 1)
+            different = list(dict.fromkeys(tuple(ids[-max_tokens:]) for ids in prompts()))
             # As many on all processes: the policy may have to be called together.
             self._held = [list(different[i % len(different)]) for i in range(NUM_HELD)]
         trained = [self._logps(ids) for ids in self._held]

@@ -147,14 +147,13 @@ class MCPGRPOTrainer(BatchingTrainer):
 
     def close(self) -> None:
         """End every server, and what is still rolled out. Safe to call more than once."""
-        if self._ahead is not None and self._engine is not None:
-            self._engine.cancel()
-            self._ahead.rollout.wait(timeout=60)
-            self._ahead = None
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._engine is not None:
-            self._engine.close()
+        try:
+            self._drop_ahead()
+            if self._sampler is not None:
+                self._sampler.close()
+        finally:
+            if self._engine is not None:
+                self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,6 +182,8 @@ class MCPGRPOTrainer(BatchingTrainer):
             raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
         tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
         self._engine.catalog.check(*tasks)
+        if not tasks:
+            return []
         return self._attempt([task for task in tasks for _ in range(num_generations)], temperature=temperature)
 
     def _attempt(

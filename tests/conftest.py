@@ -23,6 +23,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from helpers.sums import SERVERS, save_adding_model
 
 from mcp_grpo import ToolPool
@@ -53,6 +54,8 @@ def same_process(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("vllm_server_process")  # it takes a minute to start
     yield
     from vllm.distributed import cleanup_dist_env_and_memory  # noqa: TID251
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it may have taken the engine's process group for its own
 
     cleanup_dist_env_and_memory()
     torch.set_num_threads, sys.excepthook = set_num_threads, hook

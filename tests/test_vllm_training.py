@@ -230,6 +230,22 @@ def test_constrained_turns_know_what_the_policy_gave_them(tmp_path: Path, wide_a
     assert entry["mask/forced_fraction"] > 0
 
 
+@pytest.mark.vllm
+def test_a_trainer_that_trains_again_samples_from_the_weights_it_has_by_then(
+    tmp_path: Path, wide_adding_model: str
+) -> None:
+    def reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(trajectory))]  # so that every update moves the policy
+
+    changes = {**IN_PROCESS, "max_steps": 1, "learning_rate": 1e-2}
+    with make_trainer(tmp_path, wide_adding_model, reward=reward, **changes) as trainer:
+        for _ in range(2):  # both begin at step 0
+            trainer.train()
+            (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+            assert entry["align/logp_mae"] < 1e-5
+            assert entry["grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -35,6 +35,11 @@ class Background(Generic[T]):
         """
         return self._future.result()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, however it has."""
+        return self._future.done()
+
     def wait(self, timeout: float | None = None) -> None:
         """
         Wait until it has ended, however it has.

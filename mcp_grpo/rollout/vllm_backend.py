@@ -3,6 +3,7 @@
 import random
 import shutil
 import tempfile
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -172,6 +173,7 @@ class VLLMBackend(VLLMGeneration):
         self.bytes_sent = 0
         if self.accelerator.device.type != "cpu":
             super().sync_weights()
+            self._reset_prefix_cache()
             return
         # On a CPU, vLLM packs weights in a way that TRL's own loading does not know.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
@@ -180,7 +182,14 @@ class VLLMBackend(VLLMGeneration):
         for layer in model.modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
-        self.llm.reset_prefix_cache()
+        self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise SamplerError(
+                "vLLM has requests under way, and keeps what it computed with old weights. This is a bug in mcp_grpo: please "
+                "report it."
+            )
 
     def _send_adapter(self) -> None:
         from vllm.lora.request import LoRARequest
@@ -204,6 +213,7 @@ class VLLMBackend(VLLMGeneration):
     def _written_adapter(self, is_writer: bool = True) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="mcp-grpo-", dir=_fast_folder()))
+            weakref.finalize(self, shutil.rmtree, self._folder, True)
         folder = self._folder / f"version-{self._version}"
         self.bytes_sent = save_adapter(self._policy, folder, self._dist.gather_params, is_writer=is_writer)
         return folder

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from mcp_grpo.rollout.vllm_server_generator import VLLMServerGenerator
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT = 600.0  # seconds for a server to take weights
+_RESET_TIME = 30.0  # seconds for it to drop requests that were aborted
+_SAME_LOGPROB = 0.05  # nats; below, they are the same but for rounding
 
 
 class VLLMServerBackend(VLLMBackend):
@@ -58,6 +61,7 @@ class VLLMServerBackend(VLLMBackend):
 
     def sync_weights(self) -> None:
         """See [`VLLMBackend.sync_weights`]. Of several servers, those that any process has lost get none any more."""
+        self.accelerator.wait_for_everyone()  # until no process samples from what is there
         if self._generator is not None and len(self._urls) > 1:
             up = gather_object([[url for url in self._generator.urls if _is_up(url)]])
             lost = [url for url in self._urls if not all(url in urls for urls in up)]
@@ -107,7 +111,9 @@ class VLLMServerBackend(VLLMBackend):
             self._model_name = model["id"]
             self._max_context = min(self._max_context or model["max_model_len"], model["max_model_len"])
             self._check_logprobs(url)
+        weakref.finalize(self, shutil.rmtree, self._folder, True)
         if self._uses_nccl:
+            self.server_base_url = self._urls[0]
             super(VLLMBackend, self)._init_vllm()
 
     def _check_logprobs(self, url: str) -> None:
@@ -128,7 +134,7 @@ class VLLMServerBackend(VLLMBackend):
             return max(choice["logprobs"]["top_logprobs"][0].values())
 
         # At a low temperature the best token has nearly all of the probability, unless what is reported is without it.
-        if best(2.0) == best(0.1):
+        if abs(best(2.0) - best(0.1)) < _SAME_LOGPROB:
             raise SettingsError(
                 f"The vLLM server at {url} reports log-probabilities that do not know of the temperature, so that ratios "
                 "would be wrong. Start it with `--logprobs-mode processed_logprobs`."
@@ -138,6 +144,7 @@ class VLLMServerBackend(VLLMBackend):
         self.bytes_sent = 0
         if self._uses_nccl:
             VLLMGeneration.sync_weights(self)
+            self.accelerator.wait_for_everyone()  # only one of them has sent anything
             return
         assert self._folder
         folder = self._folder / f"version-{self._version}"
@@ -154,10 +161,21 @@ class VLLMServerBackend(VLLMBackend):
             for url in self._urls:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
                 self._post(url, "/collective_rpc", body)
-                self._post(url, "/reset_prefix_cache")
+                self._forget(url)
             shutil.rmtree(folder, ignore_errors=True)
 
         self._together(send)
+
+    def _forget(self, url: str) -> None:
+        """Make a server forget what it computed with other weights, as soon as it has dropped what was aborted."""
+        deadline = time.monotonic() + _RESET_TIME
+        while (self._post(url, "/reset_prefix_cache") or {}).get("success") is False:
+            if time.monotonic() > deadline:
+                raise SamplerError(
+                    f"The vLLM server at {url} has requests under way, and keeps what it computed with old weights. Let no one "
+                    "else use it while a policy trains."
+                )
+            time.sleep(0.2)
 
     def _send_adapter(self) -> None:
         folder = self._written_adapter(is_writer=self.accelerator.is_main_process)

@@ -14,6 +14,7 @@ from mcp_grpo.rollout.generator import Generation, Sampling
 
 _HEALTH_INTERVAL = 20.0  # seconds without an answer before a server is asked whether it is still there
 _HEALTH_TIMEOUT = 10.0
+_MAX_MISSED = 2  # health checks in a row without an answer before a server is lost
 _CONNECT_TIMEOUT = 10.0
 _MAX_CONNECTIONS = 512  # of one process to one server
 _BUSY = (429, 502, 503, 504)  # a server or proxy that did not take the request
@@ -179,9 +180,16 @@ class VLLMServerGenerator:
     async def _watched(self, server: _Server, body: dict[str, Any]) -> dict[str, Any]:
         """Wait for an answer as long as the server is there."""
         request = asyncio.ensure_future(self._post(server, body))
+        num_missed = 0
         try:
             while not (await asyncio.wait([request], timeout=_HEALTH_INTERVAL))[0]:
-                await self._check(server)
+                try:
+                    await self._check(server)
+                    num_missed = 0
+                except _ServerLost:
+                    num_missed += 1
+                    if num_missed == _MAX_MISSED:
+                        raise
             return request.result()
         finally:
             request.cancel()
@@ -205,9 +213,13 @@ class VLLMServerGenerator:
         raise _ServerLost(f"it takes no requests ({status}): {text}")
 
     async def _check(self, server: _Server) -> None:
+        # With a connection of its own: it must not wait behind the requests that it is asked about.
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT)
         try:
-            async with self._connection().get(f"{server.url}/health", timeout=timeout) as response:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{server.url}/health") as response,
+            ):
                 if response.status == 200:
                     return
                 reason = f"its health check answers {response.status}"
