@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,7 @@ from datasets import Dataset
 
 from mcp_grpo.learning import Ratio, SchemaMask, check_groups, other_rows, refill
 from mcp_grpo.publishing import PublishingTrainer
-from mcp_grpo.rollout import Background, RolloutProgress, derived_seed
+from mcp_grpo.rollout import Background, Renderer, RolloutProgress, derived_seed
 from mcp_grpo.tasks import task_from_row
 from mcp_grpo.types import Task, Trajectory
 
@@ -36,6 +38,8 @@ class BatchingTrainer(PublishingTrainer):
     _progress: RolloutProgress
     _schema_mask: SchemaMask | None
     _mask_metrics: dict[str, Ratio]
+    _renderer: Renderer
+    _sampler: Any
     _ahead: RolloutAhead | None = None
     _upcoming: tuple[Any, list[Any]] = (None, [])  # what an epoch gives for the next update, and whose it is
 
@@ -124,6 +128,14 @@ class BatchingTrainer(PublishingTrainer):
         _, samples = self._upcoming
         if self.model.training and samples and self.state.global_step + 1 < self.state.max_steps:
             self._ahead = self._attempt_ahead([task_from_row(row) for row in samples[0]])
+
+    def _sleepless(self, rows: list[dict[str, Any]]) -> AbstractContextManager[Any]:
+        """In which an engine that sleeps while the policy trains does not do so between the rollouts of one batch."""
+        if not self.use_vllm or not self.args.vllm_enable_sleep_mode:
+            return nullcontext()
+        assert self._engine
+        prompts = partial(self._engine.prompt_ids, [task_from_row(row) for row in rows], self._renderer)
+        return self._sampler.awake(prompts)
 
     def _replace(self, rows: list[dict[str, Any]], groups: dict[int, int]) -> None:
         """Attempt other tasks in some places of the batch, the same one for all places of a group."""

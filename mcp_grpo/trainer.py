@@ -260,7 +260,9 @@ class MCPGRPOTrainer(BatchingTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:
             return super()._generate_and_score_completions(inputs)
-        return super()._generate_and_score_completions(self._roll_out_batch(list(inputs)))
+        with self._sleepless(inputs):
+            rows = self._roll_out_batch(list(inputs))
+        return super()._generate_and_score_completions(rows)
 
     def _add_columns(self, batch: dict[str, Any]) -> None:
         if self._engine is None:

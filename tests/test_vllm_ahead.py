@@ -49,7 +49,7 @@ def distance(trainer: Any, weights: dict[str, torch.Tensor], attempts: list[Traj
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize("mode", ["colocate", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_batch_is_sampled_by_the_policy_of_one_update_before(
     tmp_path: Path, wide_adding_model: str, request: pytest.FixtureRequest, mode: str
 ) -> None:

@@ -13,7 +13,7 @@ ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 64 <
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("weight_sync", ["merge", "adapter"])
+@pytest.mark.parametrize("weight_sync", ["merge", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
     tmp_path: Path, wide_adding_model: str, weight_sync: str
 ) -> None:

@@ -231,6 +231,28 @@ def test_constrained_turns_know_what_the_policy_gave_them(tmp_path: Path, wide_a
 
 
 @pytest.mark.vllm
+def test_an_engine_that_sleeps_does_so_once_per_batch_also_if_groups_are_replaced(
+    tmp_path: Path, wide_adding_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        events.append("reward")
+        return [1.0] * len(trajectory)  # no spread, so that every group is replaced
+
+    # vLLM cannot sleep on a CPU: it is only written down when it would.
+    monkeypatch.setattr(VLLMBackend, "sleep", lambda self: events.append("sleep"))
+    monkeypatch.setattr(VLLMBackend, "wake_up", lambda self: events.append("wake up"))
+    with make_trainer(
+        tmp_path, wide_adding_model, reward=reward, dynamic_sampling=1, **{**IN_PROCESS, "max_steps": 2}
+    ) as trainer:
+        trainer.args.vllm_enable_sleep_mode = True
+        trainer.train()
+    # Once to find groups without spread, once more after they were replaced, and then for good.
+    assert events == ["wake up", "reward", "reward", "sleep", "reward"] * 2
+
+
+@pytest.mark.vllm
 def test_a_trainer_that_trains_again_samples_from_the_weights_it_has_by_then(
     tmp_path: Path, wide_adding_model: str
 ) -> None:
