@@ -27,7 +27,6 @@ from mcp_grpo.learning import (
 )
 from mcp_grpo.rollout import (
     Background,
-    Generator,
     Renderer,
     RolloutEngine,
     RolloutProgress,
@@ -200,34 +199,35 @@ class MCPGRPOTrainer(BatchingTrainer):
             disable=self.args.disable_tqdm or not self.is_world_process_zero(),
         )
         prompts = partial(self._engine.prompt_ids, tasks, self._renderer)
+        rollout = self._rollout(tasks, progress, temperature, retries, is_batch)
         with self._sampler.awake(prompts) as generator, bar:
-            return self._rollout(tasks, generator, progress, temperature, retries, is_batch)()
+            return rollout(generator=generator)
 
     def _attempt_ahead(self, tasks: list[Task]) -> RolloutAhead:
         assert self._engine
         assert self._sampler
         self._engine.catalog.check(*tasks)
         progress = RolloutProgress()
+        rollout = self._rollout(tasks, progress, None, self._retries, is_batch=True)
         with self._sampler.awake(partial(self._engine.prompt_ids, tasks, self._renderer)) as generator:
-            rollout = self._rollout(tasks, generator, progress, None, self._retries, is_batch=True)
-            return RolloutAhead(tasks, progress, Background(rollout, self.accelerator.device))
+            background = Background(partial(rollout, generator=generator), self.accelerator.device)
+            return RolloutAhead(tasks, progress, background)
 
     def _rollout(
         self,
         tasks: Sequence[Task],
-        generator: Generator,
         progress: RolloutProgress,
         temperature: float | None,
         retries: int,
         is_batch: bool,
-    ) -> Callable[[], list[Trajectory]]:
+    ) -> Callable[..., list[Trajectory]]:
+        """A rollout that only lacks its generator. To be made before that: a sampler may set the policy to evaluation."""
         assert self._engine
         self._num_rollouts += 1
         return partial(
             self._engine.roll_out,
             tasks,
             renderer=self._renderer,
-            generator=generator,
             limits=self._limits,
             temperature=self.temperature if temperature is None else temperature,
             seed=derived_seed(

@@ -36,7 +36,7 @@ class Spy(MCPGRPOTrainer):
 def make(folder: Path, model: str, **changes: Any) -> Spy:
     """A trainer on a server whose first call never comes back."""
     server = {"command": sys.executable, "args": [str(SERVER), "--hang-once", str(folder / "called")]}
-    servers = {"sums": {**server, "x-mcp-grpo": {"allowed_tools": ["add"]}}}
+    servers = {"sums": {**server, "x-mcp-grpo": {"allowed_tools": ["add"], "call_timeout": 240}}}
     return Spy(model, exact_answer, settings(folder, **changes), DATASET, servers=servers)
 
 
@@ -44,6 +44,7 @@ def test_stragglers_are_not_learnt_from_and_are_no_failures(
     tmp_path: Path, adding_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     schedule = {"straggler_policy": "cut", "straggler_quantile": 0.875, "max_concurrent_trajectories": 4}
+    schedule |= {"max_completion_length": 120}
     with make(tmp_path, adding_model, max_failed_fraction=0.0, **schedule) as trainer:
         trainer.train()
         evaluated = trainer.roll_out(DATASET, num_generations=2)

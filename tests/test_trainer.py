@@ -433,7 +433,7 @@ def test_a_server_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         ({"temperature": 0.0}, ["`temperature`"]),
         ({"remove_unused_columns": True}, ["`remove_unused_columns=True`"]),
         ({"mask_truncated_completions": True}, ['`truncation="mask"`']),
-        ({"use_vllm": True}, ["use_vllm=False"]),
+        ({"use_transformers_continuous_batching": True}, ["use_vllm=True"]),
         ({"ds3_gather_for_generation": False}, ["`ds3_gather_for_generation`"]),
         ({"steps_per_generation": 3}, ["`steps_per_generation` (3)", "whole groups"]),
     ],

@@ -27,7 +27,10 @@ Rogue = Callable[..., ServerConfig]
 
 
 def is_there(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
