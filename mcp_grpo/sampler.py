@@ -16,7 +16,7 @@ from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.errors import SamplerError
 from mcp_grpo.rollout import Generator as TurnGenerator
 from mcp_grpo.rollout import RolloutEngine, TransformersGenerator
-from mcp_grpo.rollout.probe import WeightProbe
+from mcp_grpo.rollout.probe import WeightProbe, farthest
 from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings
 from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
 
@@ -128,8 +128,6 @@ class VLLMSampler:
 
     def close(self) -> None:
         """Close connections and remove files."""
-        if hasattr(self._generator, "close"):
-            self._generator.close()
         self._backend.close()
 
     def _prepare(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
@@ -158,17 +156,23 @@ class VLLMSampler:
             different = list(dict.fromkeys(tuple(ids[-max_tokens:]) for ids in prompts()))
             # As many on all processes: the policy may have to be called together.
             self._held = [list(different[i % len(different)]) for i in range(NUM_HELD)]
-        trained = [self._logps(ids) for ids in self._held]
+        expected = list(chain(*map(self._logps, self._held)))
         problem, mismatch = None, 0.0
         try:
-            sampled = [self._engine.ask(self._generator, partial(self._generator.score, ids)) for ids in self._held]
-            mismatch = self._probe.check(list(chain(*sampled)), list(chain(*trained)))
+            mismatch = self._probe.check(farthest(self._scores(), expected), expected)
         except SamplerError as error:
             problem = str(error)
         problem = next((each for each in gather_object([problem]) if each), None)
         if problem is not None:
             raise SamplerError(problem)
         return mismatch
+
+    def _scores(self) -> list[list[float]]:
+        """What each engine or server gives to all held sequences."""
+        while True:
+            scores = [self._engine.ask(self._generator, partial(self._generator.score, ids)) for ids in self._held]
+            if len({len(each) for each in scores}) == 1:  # else one was lost meanwhile
+                return [list(chain(*each)) for each in zip(*scores, strict=True)]
 
     @torch.no_grad()
     def _logps(self, token_ids: list[int]) -> list[float]:

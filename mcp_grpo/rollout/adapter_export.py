@@ -1,7 +1,5 @@
 """The policy's adapter, written the way vLLM reads it."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,7 @@ def save_adapter(policy: PeftModel, folder: Path, whole: Any, *, is_writer: bool
 def _adapter_state(policy: PeftModel, scales: dict[str, float], whole: Any) -> dict[str, torch.Tensor]:
     named = {name: p for name, p in policy.named_parameters() if ".default" in name and "lora_" in name}
     values: dict[str, torch.Tensor] = {}
-    with _gathered(whole, list(named.values())):
+    with whole(list(named.values())):
         for name, parameter in named.items():
             value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             layer, _, rest = name.partition(".lora_")
@@ -126,10 +124,6 @@ def _smaller_ranks(policy: PeftModel) -> dict[str, int]:
         if isinstance(module, LoraLayer) and "default" in module.r
     }
     return {name: rank for name, rank in ranks.items() if rank < _rank(policy)}
-
-
-def _gathered(whole: Any, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    return whole(parameters)
 
 
 def _rank(policy: PeftModel) -> int:

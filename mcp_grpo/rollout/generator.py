@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from mcp_grpo.rollout.grammar import TurnGrammar
@@ -54,6 +54,24 @@ class Generation:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     allowed_logprobs: tuple[float, ...] | None = None
+
+
+def with_allowed_logprobs(generation: Generation, scores: Sequence[float]) -> Generation:
+    """
+    Add to a turn that was sampled under a constraint how much of the policy the constraint left.
+
+    Args:
+        generation ([`Generation`]):
+            The turn, with log-probabilities of the constrained distribution.
+        scores (`Sequence[float]`):
+            Log-probabilities that the policy itself gives to the tokens before it, and then to its own.
+
+    Returns:
+        [`Generation`]: The same with `allowed_logprobs`.
+    """
+    own = scores[len(scores) - len(generation.token_ids) :]
+    pairs = zip(own, generation.logprobs, strict=True)
+    return replace(generation, allowed_logprobs=tuple(min(0.0, policy - sampled) for policy, sampled in pairs))
 
 
 class Generator(Protocol):

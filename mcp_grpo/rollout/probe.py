@@ -1,5 +1,6 @@
 """Whether the sampler has the weights that are trained."""
 
+import math
 from collections.abc import Sequence
 
 from mcp_grpo.errors import SamplerError
@@ -65,6 +66,22 @@ class WeightProbe:
                 "resume the run."
             )
         return mismatch
+
+
+def farthest(sampled: Sequence[Sequence[float]], trained: Sequence[float]) -> Sequence[float]:
+    """
+    The log-probabilities, of several engines or servers, that are farthest from the trainer's.
+
+    Args:
+        sampled (`Sequence[Sequence[float]]`):
+            Those of each.
+        trained (`Sequence[float]`):
+            The trainer's, of the same tokens.
+
+    Returns:
+        `Sequence[float]`: One of `sampled`. One that is not a number is as far as can be.
+    """
+    return max(sampled, key=lambda each: (math.isnan(distance := _distance(each, trained)), distance))
 
 
 def _distance(left: Sequence[float], right: Sequence[float]) -> float:

@@ -84,11 +84,6 @@ class VLLMBackend(VLLMGeneration):
         """Tokens of a prompt and its completion that vLLM has room for."""
         return self.llm.llm_engine.model_config.max_model_len
 
-    @property
-    def can_run_beside_training(self) -> bool:
-        """Whether it may sample while the policy trains."""
-        return not self.enable_sleep_mode
-
     def make_generator(self, end_of_turn_ids: Sequence[int]) -> Any:
         """
         The generator over the engine.

@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcp_grpo.errors import SamplerError
-from mcp_grpo.rollout.generator import Generation, Sampling
+from mcp_grpo.rollout.generator import Generation, Sampling, with_allowed_logprobs
 
 
 _IDLE_SECONDS = 1.0  # between two looks at whether there is anything left to wait for
@@ -63,11 +63,10 @@ class VLLMGenerator:
         if sampling.constraint is None:
             return generation
         # What vLLM reports is of the constrained distribution; what the policy itself gives the tokens is asked for.
-        free = await self.score([*prompt_ids, *generation.token_ids])
-        pairs = zip(free[len(prompt_ids) - 1 :], generation.logprobs, strict=True)
-        return replace(generation, allowed_logprobs=tuple(min(0.0, p - q) for p, q in pairs))
+        (scores,) = await self.score([*prompt_ids, *generation.token_ids])
+        return with_allowed_logprobs(generation, scores)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[list[float]]:
         """
         Log-probabilities that the policy gives to tokens, at temperature 1.
 
@@ -76,7 +75,7 @@ class VLLMGenerator:
                 The tokens.
 
         Returns:
-            `list[float]`: One entry for each token but the first.
+            `list[list[float]]`: Of each engine, which is one here: one entry for each token but the first.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -85,7 +84,8 @@ class VLLMGenerator:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         output = await self._ask(token_ids, params)
-        return [row[token].logprob for token, row in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [[row[token].logprob for token, row in rows]]
 
     async def _ask(self, prompt_ids: Sequence[int], params: Any) -> Any:
         request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}")

@@ -38,11 +38,6 @@ class VLLMServerBackend(VLLMBackend):
         """Tokens of a prompt and its completion that the servers have room for."""
         return self._max_context
 
-    @property
-    def can_run_beside_training(self) -> bool:
-        """Whether it may sample while the policy trains."""
-        return True
-
     def make_generator(self, end_of_turn_ids: Sequence[int]) -> VLLMServerGenerator:
         """
         The generator over the servers.
@@ -91,6 +86,8 @@ class VLLMServerBackend(VLLMBackend):
                 except httpx2.HTTPError:
                     continue
         self._adapter = None
+        if self._generator is not None:
+            self._generator.close()
         super().close()
 
     def _init_vllm(self) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from mcp_grpo.errors import SamplerError
-from mcp_grpo.rollout.generator import Generation, Sampling
+from mcp_grpo.rollout.generator import Generation, Sampling, with_allowed_logprobs
 
 
 _HEALTH_INTERVAL = 20.0  # seconds without an answer before a server is asked whether it is still there
@@ -116,26 +116,29 @@ class VLLMServerGenerator:
         if constraint is None:
             return generation
         # What vLLM reports is of the constrained distribution; what the policy itself gives the tokens is asked for.
-        free = await self.score([*prompt_ids, *token_ids], sampling.trajectory)
-        pairs = zip(free[len(prompt_ids) - 1 :], logprobs, strict=True)
-        return replace(generation, allowed_logprobs=tuple(min(0.0, p - q) for p, q in pairs))
+        body = _scoring([*prompt_ids, *token_ids])
+        return with_allowed_logprobs(generation, _scores(body, await self._ask(sampling.trajectory, body)))
 
-    async def score(self, token_ids: Sequence[int], trajectory: int = 0) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[list[float]]:
         """
         Log-probabilities that the policy gives to tokens, at temperature 1.
 
         Args:
             token_ids (`Sequence[int]`):
                 The tokens.
-            trajectory (`int`, *optional*, defaults to `0`):
-                Number of the trajectory they are of.
 
         Returns:
-            `list[float]`: One entry for each token but the first.
+            `list[list[float]]`: Of each server that is not lost: one entry for each token but the first.
         """
-        choice = await self._ask(trajectory, {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0})
-        rows = choice["prompt_logprobs"][1:]
-        return [row[str(token)]["logprob"] for token, row in zip(token_ids[1:], rows, strict=True)]
+        body, scores = _scoring(token_ids), []
+        for server in self._servers:
+            if server.lost is None:
+                try:
+                    scores.append(_scores(body, await self._answer(server, body)))
+                except _ServerLost as error:
+                    server.lost = str(error)
+        self._left()
+        return scores
 
     def serve(self, until: Future[Any]) -> None:
         """See [`Generator.serve`]. The servers do the sampling; this only waits."""
@@ -154,15 +157,20 @@ class VLLMServerGenerator:
     async def _ask(self, trajectory: int, body: Mapping[str, Any]) -> dict[str, Any]:
         while True:
             server = self._server_of(trajectory)
-            server.num_under_way += 1
             try:
-                return await self._watched(server, {**_PLAIN, **body, "model": self._model()})
+                return await self._answer(server, body)
             except _ServerLost as error:
                 server.lost = server.lost or str(error)
-            finally:
-                server.num_under_way -= 1
 
-    def _server_of(self, trajectory: int) -> _Server:
+    async def _answer(self, server: _Server, body: Mapping[str, Any]) -> dict[str, Any]:
+        server.num_under_way += 1
+        try:
+            return await self._watched(server, {**_PLAIN, **body, "model": self._model()})
+        finally:
+            server.num_under_way -= 1
+
+    def _left(self) -> list[_Server]:
+        """The servers that are not lost, of which there must be one."""
         left = [server for server in self._servers if server.lost is None]
         if not left:
             reasons = "; ".join(f"{server.url}: {server.lost}" for server in self._servers)
@@ -170,6 +178,10 @@ class VLLMServerGenerator:
                 f"No vLLM server is left ({reasons}). Look into the server's own log, start it again, and resume the run "
                 "from its last checkpoint."
             )
+        return left
+
+    def _server_of(self, trajectory: int) -> _Server:
+        left = self._left()
         for server in left:
             if trajectory in server.members:
                 return server
@@ -200,8 +212,13 @@ class VLLMServerGenerator:
             try:
                 async with self._connection().post(f"{server.url}/v1/completions", json=body) as response:
                     if response.status == 200:
-                        return (await response.json())["choices"][0]
-                    status, text = response.status, (await response.text())[:500]
+                        choice = (await response.json())["choices"][0]
+                        if choice["finish_reason"] in ("stop", "length"):
+                            return choice
+                        # Someone has aborted it there, which is not the policy's end of a turn.
+                        status, text = 503, f"the turn ended with {choice['finish_reason']!r}"
+                    else:
+                        status, text = response.status, (await response.text())[:500]
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 await self._check(server)  # if it is there, it only closed the connection
                 status, text = 503, repr(error)
@@ -236,3 +253,12 @@ class VLLMServerGenerator:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
             )
         return self._session
+
+
+def _scoring(token_ids: Sequence[int]) -> dict[str, Any]:
+    return {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0}
+
+
+def _scores(body: Mapping[str, Any], choice: Mapping[str, Any]) -> list[float]:
+    rows = zip(body["prompt"][1:], choice["prompt_logprobs"][1:], strict=True)
+    return [row[str(token)]["logprob"] for token, row in rows]

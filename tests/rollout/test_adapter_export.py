@@ -102,7 +102,7 @@ class Loaded:
             return future.result()
 
     def score(self) -> torch.Tensor:
-        return torch.tensor(self.ask(lambda: self._generator.score(IDS)))
+        return torch.tensor(self.ask(lambda: self._generator.score(IDS))[0])
 
     def sample(self) -> Any:
         return self.ask(lambda: self._generator.generate(IDS, Sampling(max_tokens=20)))

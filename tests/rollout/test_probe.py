@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mcp_grpo.errors import SamplerError
-from mcp_grpo.rollout.probe import WeightProbe
+from mcp_grpo.rollout.probe import WeightProbe, farthest
 
 
 TRAINED = [-1.0, -2.0, -0.5, -3.0]
@@ -78,3 +78,9 @@ def test_what_is_no_number_is_refused(is_first: bool) -> None:
         probe.check(TRAINED, TRAINED)
     with pytest.raises(SamplerError, match="differ from the trainer's by nan"):
         probe.check([math.nan, *TRAINED[1:]], TRAINED)
+
+
+def test_of_several_servers_the_one_that_is_farthest_off_counts() -> None:
+    assert farthest([TRAINED, moved(TRAINED, 0.3), moved(TRAINED, -0.1)], TRAINED) == moved(TRAINED, 0.3)
+    broken = [math.nan, *TRAINED[1:]]
+    assert farthest([moved(TRAINED, 9.0), broken, TRAINED], TRAINED) is broken

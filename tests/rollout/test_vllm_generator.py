@@ -127,7 +127,7 @@ def test_scores_are_the_policy_s_log_probabilities(
     portal: BlockingPortal, generator: VLLMGenerator, model: Any
 ) -> None:
     for prompt in (prompts(1)[0], list(range(200))):
-        scores = ask(portal, generator, lambda prompt=prompt: generator.score(prompt))
+        (scores,) = ask(portal, generator, lambda prompt=prompt: generator.score(prompt))
         assert len(scores) == len(prompt) - 1
         assert torch.allclose(torch.tensor(scores), policy_logprobs(model, prompt), atol=1e-4)
 

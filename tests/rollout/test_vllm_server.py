@@ -416,7 +416,7 @@ def test_a_server_s_scores_are_the_policy_s(
     portal: BlockingPortal, vllm_server: str, over: Callable[..., VLLMServerGenerator], model: Any
 ) -> None:
     generator = over(vllm_server)
-    scores = ask(portal, generator, lambda: generator.score(IDS))
+    (scores,) = ask(portal, generator, lambda: generator.score(IDS))
     assert torch.allclose(torch.tensor(scores), policy_logprobs(model, IDS), atol=1e-4)
 
 
@@ -616,7 +616,7 @@ def test_servers_follow_the_adapter_and_forget_the_old_one(
                 if "lora_B" in name:
                     parameter += 0.02 * torch.randn_like(parameter)
         made.sync_weights()
-        scores = torch.tensor(ask(portal, generator, lambda: generator.score(IDS)))
+        scores = torch.tensor(ask(portal, generator, lambda: generator.score(IDS))[0])
         assert torch.allclose(scores, policy_logprobs(policy, IDS), atol=1e-4)
         assert all((scores - other).abs().mean() > 1e-2 for other in seen)
         seen.append(scores)
@@ -643,7 +643,7 @@ def test_servers_take_whole_weights_from_files(
             for parameter in lora_b:
                 parameter.normal_(std=std)
         made.sync_weights()
-        scores = torch.tensor(ask(portal, generator, lambda: generator.score(IDS)))
+        scores = torch.tensor(ask(portal, generator, lambda: generator.score(IDS))[0])
         assert torch.allclose(scores, policy_logprobs(policy, IDS), atol=1e-4)
         assert ((scores - before).abs().mean() > 1e-2) == (std > 0)
     generator.close()
