@@ -1,14 +1,39 @@
 """Train language models on real MCP tools."""
 
-from mcp_grpo.config import MCPGRPOConfig
-from mcp_grpo.errors import MCPGRPOError
-from mcp_grpo.evaluation import comparison_table, evaluate
-from mcp_grpo.monitor import TrainingProgress, plot_curves
-from mcp_grpo.rewards import exact_answer, fault_penalty
-from mcp_grpo.tools import Cassette, ToolPool, load_servers
-from mcp_grpo.trainer import MCPGRPOTrainer
-from mcp_grpo.types import StopReason, Task, ToolCall, ToolResult, Trajectory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+
+if TYPE_CHECKING:
+    from mcp_grpo.config import MCPGRPOConfig
+    from mcp_grpo.errors import MCPGRPOError
+    from mcp_grpo.evaluation import comparison_table, evaluate
+    from mcp_grpo.monitor import TrainingProgress, plot_curves
+    from mcp_grpo.rewards import exact_answer, fault_penalty
+    from mcp_grpo.tools import Cassette, ToolPool, load_servers
+    from mcp_grpo.trainer import MCPGRPOTrainer
+    from mcp_grpo.types import StopReason, Task, ToolCall, ToolResult, Trajectory
+
+# Loaded when they are asked for: a server that ships with the library is a process of its own and must not wait for torch.
+_HOMES = {
+    "Cassette": "tools",
+    "MCPGRPOConfig": "config",
+    "MCPGRPOError": "errors",
+    "MCPGRPOTrainer": "trainer",
+    "StopReason": "types",
+    "Task": "types",
+    "ToolCall": "types",
+    "ToolPool": "tools",
+    "ToolResult": "types",
+    "TrainingProgress": "monitor",
+    "Trajectory": "types",
+    "comparison_table": "evaluation",
+    "evaluate": "evaluation",
+    "exact_answer": "rewards",
+    "fault_penalty": "rewards",
+    "load_servers": "tools",
+    "plot_curves": "monitor",
+}
 
 __all__ = [
     "Cassette",
@@ -29,3 +54,13 @@ __all__ = [
     "load_servers",
     "plot_curves",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mcp_grpo' has no attribute {name!r}")
+    return getattr(import_module(f"mcp_grpo.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """The package as a whole: what it exports, what it imports, and what it leans on in TRL."""
 
+import ast
 import inspect
 import re
 import subprocess
@@ -17,14 +18,35 @@ def test_public_names_are_sorted_and_exist() -> None:
     assert all(hasattr(mcp_grpo, name) for name in mcp_grpo.__all__)
 
 
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    imports = ast.parse(inspect.getsource(mcp_grpo)).body[3]
+    assert isinstance(imports, ast.If)
+    seen = {
+        alias.name: node.module.removeprefix("mcp_grpo.")
+        for node in imports.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert seen == mcp_grpo._HOMES
+    assert sorted(seen) == mcp_grpo.__all__
+    assert set(mcp_grpo.__all__) <= set(dir(mcp_grpo))
+    assert not hasattr(mcp_grpo, "MCPGRPOTrainer2")
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, mcp_grpo; sys.exit(str({'torch', 'transformers', 'trl'} & sys.modules.keys() or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
 def test_public_things_are_documented() -> None:
     assert [name for name in mcp_grpo.__all__ if not inspect.getdoc(getattr(mcp_grpo, name))] == []
 
 
-def test_importing_the_package_does_not_import_what_it_can_do_without() -> None:
+def test_importing_the_trainer_does_not_import_what_it_can_do_without() -> None:
     # TRL imports vLLM where it is installed, and vLLM what it needs itself.
     code = (
-        "import sys, trl.trainer.grpo_trainer; before = set(sys.modules); import mcp_grpo; "
+        "import sys, trl.trainer.grpo_trainer; before = set(sys.modules); import mcp_grpo.trainer; "
         "sys.exit(str({'vllm', 'llguidance', 'deepspeed', 'wandb'} & (sys.modules.keys() - before) or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
