@@ -1,7 +1,7 @@
 """
 Ask how fast trajectories with slow tools are rolled out: by this library, and by TRL's own loops.
 
-    python benchmarks/rollout.py [--device cuda] [--server] [--json figures.json] [--plot rollout.png]
+    python benchmarks/rollout.py [--device cuda] [--parts process server] [--json figures.json] [--plot rollout.png]
 
 Every trajectory has four turns of 64 sampled tokens: three that call a tool, and an answer. The model is random, so that
 only the reading of its turns is made up, in the same way for all (see `fixed_turns.py`); the engine really samples every
@@ -11,7 +11,7 @@ token. Call number k of trajectory i takes equally long for all contenders:
 - "ours" is `RolloutEngine` with `VLLMGenerator` on the very engine of that trainer.
 - "ours, server" is the same with `VLLMServerGenerator`, and "TRL async" the rollout worker of `trl.experimental.async_grpo`,
   one coroutine per trajectory without its queue and its scoring; both on one vLLM server that is started for them
-  (`--server`).
+  (`--parts server`).
 
 Our tools are those of a real MCP server process over stdio (`--tools mcp`), or coroutines that sleep (`--tools sleep`).
 
@@ -120,7 +120,7 @@ class Arguments:
     repeats: int
     trl_max: int
     trl_seconds: float
-    server: bool
+    parts: list[str]
     server_max: int
     eager: bool
     json: Path | None
@@ -142,7 +142,7 @@ def parse_arguments() -> Arguments:
     add("--repeats", type=int, default=1, help="of each cell of ours; the median is shown")
     add("--trl-max", type=int, help="trajectories that TRL's loop gets at most where tools take time")
     add("--trl-seconds", type=float, default=130.0, help="TRL's loop is left out where its tools alone take longer")
-    add("--server", action="store_true", help="also start a vLLM server, and roll out on it")
+    add("--parts", nargs="+", choices=["process", "server"], default=["process"], help="on the engine in process, a server")
     add("--server-max", type=int, help="trajectories on the server at most")
     add("--eager", action="store_true", help="without graphs, which start faster and sample slower")
     add("--json", type=Path, help="file for all figures")
@@ -637,15 +637,13 @@ def main(arguments: Arguments) -> list[str]:
         folder = save_random_model(output / "model", arguments.shape, arguments.device)
         ours = Ours(arguments)
         stack.callback(ours.engine.close)
-        parts: dict[str, Callable[..., None]] = {"in process": run_in_process}
-        if arguments.server:
-            parts["on a server"] = run_on_server
-        for name, part in parts.items():
+        parts: dict[str, Callable[..., None]] = {"process": run_in_process, "server": run_on_server}
+        for name in arguments.parts:
             try:
-                part(run, folder, ours, output)
+                parts[name](run, folder, ours, output)
             except Exception as error:
                 traceback.print_exc()
-                run.problems.append(f"What runs {name} failed: {error!r}")
+                run.problems.append(f"What runs on the {name} failed: {error!r}")
                 say(f"FAILED: {run.problems[-1]}")
             gc.collect()
         tokens = f"prompts of {len(ours.prompts(1)[0])} tokens, {NUM_CALLS + 1} turns of {arguments.tokens}"

@@ -19,11 +19,13 @@ class Background(Generic[T]):
         work (`Callable[[], T]`):
             What is to be done.
         device (`torch.device`):
-            The device it is to be done on.
+            The device it is to be done on. Without an index, this thread's.
     """
 
     def __init__(self, work: Callable[[], T], device: torch.device) -> None:
         self._future: Future[T] = Future()
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         threading.Thread(target=self._run, args=(work, device), name="mcp-grpo-ahead", daemon=True).start()
 
     def result(self) -> T:
