@@ -1,12 +1,12 @@
-"""`python -m mcp_grpo.servers.finance`"""
+"""Starts the finance server: `python -m mcp_grpo.servers.finance`."""
 
 from mcp_grpo.servers.finance.backend import FinanceBackend
 from mcp_grpo.servers.finance.server import make_server
-from mcp_grpo.servers.serving import parser, serve
+from mcp_grpo.servers.serving import parser, refuse, serve
 
 
 def main() -> None:
-    """Start the finance server."""
+    """Read the options, and serve."""
     options = parser("finance", "Quotes, prices, profiles, statements, key metrics, splits and symbol search.")
     options.add_argument(
         "--backend",
@@ -16,7 +16,11 @@ def main() -> None:
     )
     options.add_argument("--seed", type=int, default=0, help="which invented market, with --backend recorded")
     chosen = options.parse_args()
-    serve(make_server(_backend(chosen.backend, chosen.seed)), chosen)
+    try:
+        backend = _backend(chosen.backend, chosen.seed)
+    except ValueError as error:  # such as a key that is missing
+        refuse(str(error))
+    serve(make_server(backend), chosen)
 
 
 def _backend(name: str, seed: int) -> FinanceBackend:

@@ -3,7 +3,8 @@
 from mcp.server.mcpserver.exceptions import ToolError
 
 from mcp_grpo.servers.finance.backend import IncomePeriod, MetricsPeriod, Record
-from mcp_grpo.servers.world.market import MONTHS, Bar, Company, IncomeStatement, KeyMetrics, Market, MarketError
+from mcp_grpo.servers.world.market import MONTHS, Market
+from mcp_grpo.servers.world.records import Bar, Company, IncomeStatement, KeyMetrics, MarketError
 
 
 class RecordedFinance:

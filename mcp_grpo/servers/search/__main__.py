@@ -1,12 +1,12 @@
-"""`python -m mcp_grpo.servers.search`"""
+"""Starts the search server: `python -m mcp_grpo.servers.search`."""
 
 from mcp_grpo.servers.search.backend import SearchBackend
 from mcp_grpo.servers.search.server import make_server
-from mcp_grpo.servers.serving import parser, serve
+from mcp_grpo.servers.serving import parser, refuse, serve
 
 
 def main() -> None:
-    """Start the search server."""
+    """Read the options, and serve."""
     options = parser("search", "Web search, the text of pages, and short answers with their source.")
     options.add_argument(
         "--backend",
@@ -16,7 +16,11 @@ def main() -> None:
     )
     options.add_argument("--seed", type=int, default=0, help="which invented world, with --backend recorded")
     chosen = options.parse_args()
-    serve(make_server(_backend(chosen.backend, chosen.seed)), chosen)
+    try:
+        backend = _backend(chosen.backend, chosen.seed)
+    except ValueError as error:  # such as a key that is missing
+        refuse(str(error))
+    serve(make_server(backend), chosen)
 
 
 def _backend(name: str, seed: int) -> SearchBackend:

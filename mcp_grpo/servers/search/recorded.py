@@ -6,7 +6,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from mcp_grpo.servers.search.backend import ExtractDepth, Format, Record, SearchRequest
 from mcp_grpo.servers.world.corpus import Corpus, best_sentences
-from mcp_grpo.servers.world.newsroom import Page
+from mcp_grpo.servers.world.pages import Page
 
 
 DAYS = {"day": 1, "week": 7, "month": 31, "year": 366}
@@ -43,7 +43,7 @@ class RecordedSearch:
             {
                 "title": hit.page.title,
                 "url": hit.page.url,
-                "content": best_sentences(hit.page.text, request.query, NUM_SENTENCES[request.search_depth]),
+                "content": best_sentences(hit.page, request.query, NUM_SENTENCES[request.search_depth]),
                 "score": hit.score,
                 "published_date": hit.page.published,
             }
@@ -77,7 +77,7 @@ class RecordedSearch:
 
 
 def _content(page: Page, format: Format, query: str | None) -> str:
-    text = best_sentences(page.text, query, 3) if query else page.text
+    text = best_sentences(page, query, 3) if query else page.text
     if format == "text":
         return f"{page.title}\nPublished {page.published}\n{text}"
     return f"# {page.title}\n*Published {page.published}*\n\n{text}"

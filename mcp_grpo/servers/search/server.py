@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -27,17 +27,8 @@ MAX_URLS = 20
 NO_DOMAINS: list[str] = []
 
 
-def _no_default(schema: dict[str, Any]) -> None:
-    """What is left out is left out: `null` is not one of the values."""
-    schema.pop("default", None)
-
-
 Topic = Annotated[Literal["general"], WithJsonSchema({"type": "string", "enum": ["general"]})]
-Since = Annotated[
-    TimeRange | None,
-    WithJsonSchema({"type": "string", "enum": ["day", "week", "month", "year"]}),
-    Field(description="Only pages this recent", json_schema_extra=_no_default),
-]
+Since = Annotated[TimeRange | None, Field(description="Only pages this recent")]
 MaxResults = Annotated[float, Field(ge=5, le=20)]
 Start = Annotated[str, Field(description="Published on or after, YYYY-MM-DD")]
 End = Annotated[str, Field(description="Published on or before, YYYY-MM-DD")]

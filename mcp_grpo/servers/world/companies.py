@@ -147,7 +147,7 @@ class _Register:
         self.symbols |= {symbol for symbol, _, _ in listings}
         currency = CURRENCIES[exchange]
         is_young = draw.chance(12) and len(listings) == 1
-        years = (FIRST_DAY.year, 2024) if is_young else (1984, 2020)
+        years = (FIRST_DAY.year, 2023) if is_young else (1984, 2020)
         ipo_date = date(draw.between(*years), draw.between(3, 10), draw.between(1, 28))
         if is_young:
             ipo_date = next(day for day in trading_days(exchange) if day >= ipo_date)

@@ -4,9 +4,11 @@ import hashlib
 import re
 import sqlite3
 from dataclasses import astuple, dataclass
+from itertools import islice
 
 from mcp_grpo.servers.world.market import Market
-from mcp_grpo.servers.world.newsroom import Fact, Newsroom, Page
+from mcp_grpo.servers.world.newsroom import Newsroom
+from mcp_grpo.servers.world.pages import Fact, Page
 
 
 STOP_WORDS = frozenset(
@@ -62,6 +64,8 @@ STOP_WORDS = frozenset(
 )
 MAX_WORDS = 32
 TITLE_WEIGHT = 2
+NUM_RANKED = 80
+"""How many of the best pages by BM25 are looked at again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,7 @@ class Corpus:
         pages, self._facts = Newsroom(market).write()
         self._pages = sorted(pages, key=lambda page: (page.published, page.url))
         self._by_url = {page.url: page for page in self._pages}
+        self._stems_by_place: dict[int, frozenset[str]] = {}
         self.today = market.today
         # A server may answer on another thread than the one that made it; never on two at the same time.
         self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
@@ -129,7 +134,7 @@ class Corpus:
         exclude_domains: tuple[str, ...] = (),
     ) -> list[Hit]:
         """
-        Pages that have any of the words, ranked by BM25.
+        Pages that have any of the words, ranked by BM25 and by how many of the words they have.
 
         Args:
             query (`str`):
@@ -153,16 +158,24 @@ class Corpus:
             return []
         # Rounded: the last digits of BM25 come from a logarithm, which machines do not compute alike.
         rows = self._database.execute(
-            f"SELECT rowid, ROUND(-bm25(page, {TITLE_WEIGHT}.0, 1.0), 3) AS score FROM page WHERE page MATCH ? "
-            "ORDER BY score DESC, rowid DESC",
+            f"SELECT rowid, CAST(ROUND(-1000 * bm25(page, {TITLE_WEIGHT}.0, 1.0)) AS INTEGER) AS score FROM page "
+            "WHERE page MATCH ? ORDER BY score DESC, rowid DESC",
             (" OR ".join(f'"{word}"' for word in words),),
         )
-        found = [
-            (self._pages[place], score)
+        within = (
+            (place, score)
             for place, score in rows
             if _is_within(self._pages[place], start, end, include_domains, exclude_domains)
-        ][:limit]
-        return [Hit(page=page, score=round(score / found[0][1], 2)) for page, score in found]
+        )
+        # BM25 hardly counts a word that most pages have, such as `revenue`; how many words a page has does.
+        wanted = {_stem(word) for word in words}
+        ranked = [(score * len(wanted & self._stems(place)), place) for place, score in islice(within, NUM_RANKED)]
+        ranked.sort(reverse=True)
+        best = ranked[0][0] if ranked else 0
+        return [
+            Hit(page=self._pages[place], score=(200 * score + best) // max(1, 2 * best) / 100)
+            for score, place in ranked[:limit]
+        ]
 
     def answer(self, query: str) -> tuple[str, Page] | None:
         """
@@ -181,7 +194,13 @@ class Corpus:
         if not hits:
             return None
         page = hits[0].page
-        return best_sentences(page.text, query, 1), page
+        return best_sentences(page, query, 1), page
+
+    def _stems(self, place: int) -> frozenset[str]:
+        if place not in self._stems_by_place:
+            page = self._pages[place]
+            self._stems_by_place[place] = _stems_of(f"{page.title} {page.text}")
+        return self._stems_by_place[place]
 
     def digest(self) -> str:
         """SHA-256 of all pages and facts."""
@@ -206,15 +225,15 @@ def key_words(query: str) -> list[str]:
     return [word for word in words if word not in STOP_WORDS][:MAX_WORDS]
 
 
-def best_sentences(text: str, query: str, count: int) -> str:
+def best_sentences(page: Page, query: str, count: int) -> str:
     """
-    The sentences of a text that have the most words of a query.
+    The sentences of a page that have the most words of a query.
 
     Args:
-        text (`str`):
-            The text.
+        page ([`Page`]):
+            The page.
         query (`str`):
-            Words to look for.
+            Words to look for. Those of the title only decide between equals: all of the page is about them.
         count (`int`):
             How many sentences.
 
@@ -222,10 +241,16 @@ def best_sentences(text: str, query: str, count: int) -> str:
         `str`: The sentences in the order of the text.
     """
     wanted = {_stem(word) for word in key_words(query)}
-    sentences = re.split(r"(?<=[.?!”])\s+(?=[A-Z“])", text)
-    overlaps = [len(wanted & {_stem(word) for word in re.findall(r"\w+", one.lower())}) for one in sentences]
-    best = sorted(range(len(sentences)), key=lambda place: (-overlaps[place], place))[:count]
+    others = wanted - _stems_of(page.title)
+    sentences = re.split(r"(?<=[.?!”])\s+(?=[A-Z“])", page.text)
+    stems = [_stems_of(sentence) for sentence in sentences]
+    weights = [(-len(others & one), -len(wanted & one)) for one in stems]
+    best = sorted(range(len(sentences)), key=lambda place: (weights[place], place))[:count]
     return " ".join(sentences[place] for place in sorted(best))
+
+
+def _stems_of(text: str) -> frozenset[str]:
+    return frozenset(map(_stem, re.findall(r"\w+", text.lower())))
 
 
 def _stem(word: str) -> str:

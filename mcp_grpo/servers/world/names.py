@@ -86,13 +86,13 @@ INDUSTRIES = {
 
 GIVEN_NAMES = (
     "Adaeze", "Alina", "Amund", "Anselm", "Beatriz", "Bertrand", "Carys", "Catrin", "Corin", "Dagny", "Darius", "Delphine",
-    "Edda", "Eleni", "Emeka", "Esther", "Farid", "Fiona", "Goran", "Greta", "Hamish", "Hedda", "Ignacio", "Imogen", "Ines",
+    "Edda", "Eleni", "Emeka", "Esther", "Farid", "Fiona", "Goran", "Greta", "Hamish", "Hedda", "Ignacio", "Imogen", "Isolde",
     "Jasper", "Joaquim", "Kaito", "Katya", "Leif", "Liora", "Magnus", "Marisol", "Nadia", "Niamh", "Odile", "Orson", "Petra",
     "Priya", "Quentin", "Rafael", "Rhona", "Saskia", "Silas", "Tamsin", "Teodor", "Ulrika", "Viggo", "Wanda", "Yusuf",
 )  # fmt: skip
 
 FAMILY_NAMES = (
-    "Abernethy", "Albescu", "Aldenholt", "Baskerfield", "Bellweather", "Brannock", "Carrowell", "Castellane", "Cheverton",
+    "Abernethy", "Albescu", "Aldenholt", "Baskerfield", "Bellhouse", "Brannock", "Carrowell", "Castellane", "Cheverton",
     "Dahlquist", "Delacorte", "Drummore", "Eikeland", "Elphick", "Fairbourne", "Falkenrath", "Fitzgarrow", "Galloway-Reed",
     "Grunewald", "Halloran", "Hathersage", "Hollingbury", "Ingleby", "Ivarsson", "Jankowiak", "Jessamine", "Kallistrate",
     "Kirkbride", "Lachmann", "Lindqvist", "Lovelace-Orr", "Marchetti", "Mbeki-Lane", "Montclair", "Nakagawa", "Norcross",

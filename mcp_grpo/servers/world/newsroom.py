@@ -7,8 +7,10 @@ from datetime import date, timedelta
 from itertools import groupby
 
 from mcp_grpo.servers.world.days import FIRST_DAY, TODAY
-from mcp_grpo.servers.world.market import MONTHS, Company, IncomeStatement, Market, Period
+from mcp_grpo.servers.world.market import MONTHS, Market
 from mcp_grpo.servers.world.names import FAMILY_NAMES, GIVEN_NAMES, TOWNS
+from mcp_grpo.servers.world.pages import SIGNS, Fact, Page, compared, long_date, money, runs, thousands
+from mcp_grpo.servers.world.records import Company, IncomeStatement, Period
 from mcp_grpo.servers.world.stream import Stream
 
 
@@ -20,7 +22,6 @@ INDUSTRY = "plantandport.example"
 NOTES = "streetnotes.example"
 RUMOURS = "marketwhispers.example"
 MIRROR = "companymirror.example"
-SIGNS = {"USD": "$", "GBP": "£", "EUR": "€"}
 BROKERS = (
     "Halverson Stroud",
     "Pike & Lanyon",
@@ -29,57 +30,6 @@ BROKERS = (
     "Abbot Lane",
     "Greywell Partners",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """A page of the invented web. `kind` is what it is about, such as `"earnings"`."""
-
-    url: str
-    domain: str
-    title: str
-    published: str
-    text: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """
-    What a page states.
-
-    Args:
-        kind (`str`):
-            `"revenue"`, `"net_income"`, `"ceo"`, `"cfo"`, `"headquarters"`, `"plant_jobs"`, `"plant_capacity"`,
-            `"contract"`, `"product_price"`, `"price_target"`, `"takeover"`, `"split"`, `"rename"`, `"delisting"` or
-            `"halt"`.
-        symbol (`str`):
-            Today's symbol of the company, the one of class A where there are two.
-        subject (`str`):
-            What it is about among facts of its kind and company, such as `"FY2023"` or the town of a plant.
-        value (`str`):
-            The answer in words, as the page has it.
-        amount (`int`, *optional*):
-            The answer as a number, exact where the page rounds: whole units of a currency, cents of a price, or a count.
-        date (`str`):
-            Since when it holds, or when it happened.
-        url (`str`):
-            The page.
-        is_stale (`bool`):
-            Whether another page of the corpus states otherwise, and is right.
-        superseded_by (`str`, *optional*):
-            That page.
-    """
-
-    kind: str
-    symbol: str
-    subject: str
-    value: str
-    amount: int | None
-    date: str
-    url: str
-    is_stale: bool
-    superseded_by: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +187,7 @@ class Newsroom:
         revenue, income = money(one.revenue, sign), money(abs(one.net_income), sign)
         verb = "a net profit" if one.net_income >= 0 else "a net loss"
         ending = f"the fiscal year that ended on {long_date(one.date)}"
-        growth = f"Revenue was {_percent(one.revenue, before.revenue)} the year before." if before else ""
+        growth = f"Revenue was {compared(one.revenue, before.revenue)} the year before." if before else ""
         low = one.revenue * draw.between(97, 104) // 100
         url = self._page(
             draw.pick((WIRE, POST)),
@@ -267,7 +217,7 @@ class Newsroom:
     def _annual_report(self, company: Company, one: IncomeStatement, before: IncomeStatement | None) -> None:
         day = date.fromisoformat(one.filing_date)
         name, symbol = self._known(company, day)
-        earlier = f" against {_thousands(before.revenue)} in fiscal {before.fiscal_year}" if before else ""
+        earlier = f" against {thousands(before.revenue)} in fiscal {before.fiscal_year}" if before else ""
         url = self._page(
             FILINGS,
             day,
@@ -275,10 +225,10 @@ class Newsroom:
             f"{name} annual report for fiscal {one.fiscal_year} (10-K)",
             f"Annual report of {name}, symbol {symbol}, for the fiscal year ended {long_date(one.date)}.",
             f"All amounts are in thousands of {one.reported_currency}, except per share.",
-            f"Revenue {_thousands(one.revenue)}{earlier}.",
-            f"Cost of revenue {_thousands(one.cost_of_revenue)}; gross profit {_thousands(one.gross_profit)}.",
-            f"Operating expenses {_thousands(one.operating_expenses)}; operating income {_thousands(one.operating_income)}.",
-            f"Net income {_thousands(one.net_income)}.",
+            f"Revenue {thousands(one.revenue)}{earlier}.",
+            f"Cost of revenue {thousands(one.cost_of_revenue)}; gross profit {thousands(one.gross_profit)}.",
+            f"Operating expenses {thousands(one.operating_expenses)}; operating income {thousands(one.operating_income)}.",
+            f"Net income {thousands(one.net_income)}.",
             f"Risk factors include competition, the price of energy and the loss of customers in {company.industry.lower()}.",
         )
         subject = f"FY{one.fiscal_year}"
@@ -338,10 +288,10 @@ class Newsroom:
             f"{name} amended annual report for fiscal {year} (10-K/A)",
             f"Amendment of the annual report of {name}, symbol {symbol}, for the fiscal year ended {long_date(corrected.date)}.",
             f"All amounts are in thousands of {sign}.",
-            f"Revenue, as restated, {_thousands(corrected.revenue)}; as first reported, {_thousands(whole.revenue)}.",
-            f"Net income, as restated, {_thousands(corrected.net_income)}; as first reported, {_thousands(whole.net_income)}.",
+            f"Revenue, as restated, {thousands(corrected.revenue)}; as first reported, {thousands(whole.revenue)}.",
+            f"Net income, as restated, {thousands(corrected.net_income)}; as first reported, {thousands(whole.net_income)}.",
             *(
-                f"{after.period} revenue, as restated, {_thousands(after.revenue)}; as first reported, {_thousands(first.revenue)}."
+                f"{after.period} revenue, as restated, {thousands(after.revenue)}; as first reported, {thousands(first.revenue)}."
                 for first, after in quarters
             ),
         )
@@ -613,7 +563,7 @@ class Newsroom:
             self._state("rename", company, change.old_symbol, change.new_symbol, url, day)
         if company.delisted_on:
             self._farewell(company)
-        for halt in _runs([date.fromisoformat(day) for day in self._market.halts(company.symbol)]):
+        for halt in runs([date.fromisoformat(day) for day in self._market.halts(company.symbol)]):
             name, _ = self._known(company, halt[0])
             url = self._page(
                 POST,
@@ -653,10 +603,11 @@ class Newsroom:
             ]
             return max(facts, key=lambda claim: (claim.published, claim.fact.url)).fact if facts else None
 
-        sentences: list[str] = []
+        new = self._changes.get(company.symbol)
+        chief = new.old if new and day.isoformat() < new.date else company.ceo
+        sentences = [f"The chief executive (CEO) of {name} is {chief}."]
         stated: list[Fact] = []
         for kind, words in (
-            ("ceo", "The chief executive (CEO) of {name} is {value}."),
             ("cfo", "Its chief financial officer (CFO) is {value}."),
             ("headquarters", "The headquarters of {name} are in {value}."),
         ):
@@ -678,6 +629,7 @@ class Newsroom:
             *sentences,
             f"Last updated on {long_date(day)}.",
         )
+        self._state("ceo", company, "chief executive", chief, url, day, weight=0)
         for fact in stated:
             self._state(fact.kind, company, fact.subject, fact.value, url, fact.date, fact.amount, weight=0)
 
@@ -722,51 +674,3 @@ class Newsroom:
                 )
             )  # fmt: skip
             self._page(domain, day, "elsewhere", title, text)
-
-
-def money(amount: int, currency: str) -> str:
-    """
-    An amount as prose has it.
-
-    Args:
-        amount (`int`):
-            Whole units.
-        currency (`str`):
-            `"USD"`, `"GBP"` or `"EUR"`.
-
-    Returns:
-        `str`: Such as `"$2.49 billion"` or `"-£948.6 million"`, rounded half up.
-    """
-    sign, size = SIGNS[currency], abs(amount)
-    minus = "-" if amount < 0 else ""
-    if size >= 999_950_000:
-        parts = (size + 5_000_000) // 10_000_000
-        return f"{minus}{sign}{parts // 100}.{parts % 100:02} billion"
-    parts = (size + 50_000) // 100_000
-    return f"{minus}{sign}{parts // 10}.{parts % 10} million"
-
-
-def long_date(day: date | str) -> str:
-    """A date as prose has it, such as `"March 3, 2024"`."""
-    day = date.fromisoformat(day) if isinstance(day, str) else day
-    return f"{MONTHS[day.month - 1]} {day.day}, {day.year}"
-
-
-def _thousands(amount: int) -> str:
-    return f"{amount // 1_000:,}" if amount >= 0 else f"({-amount // 1_000:,})"
-
-
-def _percent(now: int, before: int) -> str:
-    tenths = (2_000 * abs(now - before) + before) // (2 * before)
-    return f"{tenths // 10}.{tenths % 10}% {'above' if now >= before else 'below'} that of"
-
-
-def _runs(days: list[date]) -> list[list[date]]:
-    """Days in groups that are at most four days apart."""
-    runs: list[list[date]] = []
-    for day in days:
-        if runs and (day - runs[-1][-1]).days <= 4:
-            runs[-1].append(day)
-        else:
-            runs.append([day])
-    return runs
