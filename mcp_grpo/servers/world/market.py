@@ -305,7 +305,7 @@ class Market:
     def restatements(self) -> list[tuple[IncomeStatement, IncomeStatement]]:
         """Every statement that was replaced and the one that replaced it, by symbol and date."""
         return [
-            (self.first_reported(one.symbol, one.fiscal_year, one.period), one)  # type: ignore[arg-type] # a period
+            (self.first_reported(one.symbol, one.fiscal_year, one.period), one)
             for one in self._select(
                 IncomeStatement, "income_statement WHERE version = 1 ORDER BY symbol, date, period"
             )

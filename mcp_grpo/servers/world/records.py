@@ -98,7 +98,7 @@ class IncomeStatement:
 
     symbol: str
     fiscal_year: int
-    period: str
+    period: Period
     date: str
     filing_date: str
     reported_currency: str
@@ -130,7 +130,7 @@ class KeyMetrics:
 
     symbol: str
     fiscal_year: int
-    period: str
+    period: Period
     date: str
     reported_currency: str
     market_cap: int | None

@@ -6,11 +6,12 @@ from datetime import date, timedelta
 from mcp_grpo.servers.world.companies import Issuer
 from mcp_grpo.servers.world.days import TODAY, month_end
 from mcp_grpo.servers.world.names import INDUSTRIES
+from mcp_grpo.servers.world.records import Period
 from mcp_grpo.servers.world.stream import Stream
 
 
 FIRST_YEAR = 2019
-QUARTERS = ("Q1", "Q2", "Q3", "Q4")
+QUARTERS: tuple[Period, ...] = ("Q1", "Q2", "Q3", "Q4")
 MARGINS = {
     "Technology": (52, 78),
     "Healthcare": (48, 72),
@@ -28,7 +29,7 @@ class Figures:
     """One period of one issuer, in one version. Amounts are whole units of the currency, per-share amounts cents."""
 
     fiscal_year: int
-    period: str
+    period: Period
     version: int
     end: date
     filing_date: date
