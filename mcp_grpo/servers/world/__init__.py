@@ -1,0 +1,1 @@
+"""The invented market and the pages about it. Deterministic, offline, standard library only."""
