@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import mcp.types as types
@@ -22,7 +21,7 @@ READ_ONLY = types.ToolAnnotations(read_only_hint=True)
 
 class DeskServer(MCPServer):
     """
-    An MCP server that spends few tokens: schemas without titles, errors in the tool's own words.
+    An MCP server that spends few tokens: schemas say no more than they must, and errors are in the tool's own words.
 
     Args:
         name (`str`):
@@ -35,9 +34,9 @@ class DeskServer(MCPServer):
         super().__init__(name, log_level="WARNING", **options)
 
     async def list_tools(self) -> list[types.Tool]:
-        """See `MCPServer.list_tools`. Titles only repeat the names."""
+        """See `MCPServer.list_tools`. The titles that schemas come with only repeat the names."""
         tools = await super().list_tools()
-        return [tool.model_copy(update={"input_schema": _untitled(tool.input_schema)}) for tool in tools]
+        return [tool.model_copy(update={"input_schema": _lean(tool.input_schema)}) for tool in tools]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context | None = None) -> Any:
         """See `MCPServer.call_tool`. A [`ToolError`] reaches the policy as the tool raised it."""
@@ -158,20 +157,23 @@ def _end(*_: object) -> NoReturn:
     os._exit(0)
 
 
-def _untitled(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without titles, but with arguments that are called `title`."""
+def _lean(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without titles, but with arguments that are called `title`; what may be left out need not be null."""
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "properties":
-            kept[key] = {name: _untitled(one) for name, one in cast(dict[str, Any], value).items()}
+            kept[key] = {name: _lean(one) for name, one in cast(dict[str, Any], value).items()}
         elif key != "title":
-            kept[key] = _untitled_value(value)
+            kept[key] = _lean_value(value)
+    choices = [one for one in kept.get("anyOf", ()) if one != {"type": "null"}]
+    if len(choices) == 1 and "default" in kept and kept["default"] is None:
+        kept = {key: value for key, value in kept.items() if key not in ("anyOf", "default")} | choices[0]
     return kept
 
 
-def _untitled_value(value: Any) -> Any:
+def _lean_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return _untitled(cast(dict[str, Any], value))
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_untitled_value(one) for one in cast(Sequence[Any], value)]
+        return _lean(cast(dict[str, Any], value))
+    if isinstance(value, list):
+        return [_lean_value(one) for one in cast(list[Any], value)]
     return value
