@@ -14,8 +14,11 @@ import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 
+from mcp_grpo.servers.vendor import VendorError
+
 
 TRAJECTORY_ID = "mcp_grpo/trajectory_id"
+OUTAGE = "mcp_grpo/outage"
 READ_ONLY = types.ToolAnnotations(read_only_hint=True)
 
 
@@ -39,15 +42,20 @@ class DeskServer(MCPServer):
         return [tool.model_copy(update={"input_schema": _lean(tool.input_schema)}) for tool in tools]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context | None = None) -> Any:
-        """See `MCPServer.call_tool`. A [`ToolError`] reaches the policy as the tool raised it."""
+        """
+        See `MCPServer.call_tool`. A `ToolError` reaches the policy as the tool raised it. One that is none of the policy's
+        doing is marked, so that the policy need not pay for it.
+        """
         try:
             return await super().call_tool(name, arguments, context)
         except UnexpectedToolError:
             raise
         except ToolError as error:
-            if isinstance(error.__cause__, ToolError):
-                raise error.__cause__ from None
-            raise
+            cause = error.__cause__
+            if isinstance(cause, VendorError) and cause.is_outage:
+                text = types.TextContent(type="text", text=str(cause))
+                return types.CallToolResult(content=[text], is_error=True, _meta={OUTAGE: True})
+            raise cause if isinstance(cause, ToolError) else error from None
 
 
 def compact(value: Any) -> str:

@@ -9,7 +9,7 @@ from mcp.types import ToolAnnotations
 from pydantic import Field
 
 from mcp_grpo.servers.serving import READ_ONLY, DeskServer, compact, trajectory_id
-from mcp_grpo.servers.slack.backend import Ledger, Ledgers, SlackBackend, SlackError
+from mcp_grpo.servers.slack.backend import Ledgers, SlackBackend, SlackError
 
 
 MAX_PAGE = 200
@@ -40,26 +40,48 @@ def slack_server(backend: SlackBackend) -> DeskServer:
         finally:
             await backend.close()
 
-    server = DeskServer("slack", lifespan=lifespan)
-    ledgers = Ledgers()
+    server, ledgers = DeskServer("slack", lifespan=lifespan), Ledgers()
+    _add_reading_tools(server, backend, ledgers)
+    _add_writing_tools(server, backend, ledgers)
+    _add_hidden_tools(server, ledgers)
+    return server
 
-    def ledger(context: Context) -> Ledger:
-        return ledgers.of(trajectory_id(context))
 
+def _add_reading_tools(server: DeskServer, backend: SlackBackend, ledgers: Ledgers) -> None:
     @server.tool(structured_output=False, annotations=READ_ONLY)
     async def slack_list_channels(limit: float = 100, cursor: str | None = None) -> str:
         """List the channels: id, name, purpose, and whether one is archived or closed to you."""
         return compact(await backend.channels(_count(limit, MAX_PAGE), cursor))
 
+    @server.tool(structured_output=False, annotations=READ_ONLY)
+    async def slack_get_channel_history(channel_id: ChannelId, context: Context, limit: float = 10) -> str:
+        """Latest messages of a channel, newest first, without replies."""
+        ledger = ledgers.of(trajectory_id(context))
+        return compact(await backend.history(ledger, channel_id, _count(limit, MAX_MESSAGES)))
+
+    @server.tool(structured_output=False, annotations=READ_ONLY)
+    async def slack_get_thread_replies(channel_id: ChannelId, thread_ts: ThreadTs, context: Context) -> str:
+        """A message and the replies to it, oldest first."""
+        return compact(await backend.replies(ledgers.of(trajectory_id(context)), channel_id, thread_ts))
+
+    @server.tool(structured_output=False, annotations=READ_ONLY)
+    async def slack_get_users(cursor: str | None = None, limit: float = 100) -> str:
+        """List the users: id, name, title."""
+        return compact(await backend.users(_count(limit, MAX_PAGE), cursor))
+
+
+def _add_writing_tools(server: DeskServer, backend: SlackBackend, ledgers: Ledgers) -> None:
     @server.tool(structured_output=False)
     async def slack_post_message(channel_id: ChannelId, text: str, context: Context) -> str:
         """Post a new message to a channel."""
-        return compact({"ok": True} | await backend.post(ledger(context), channel_id, text, None))
+        ledger = ledgers.of(trajectory_id(context))
+        return compact({"ok": True} | await backend.post(ledger, channel_id, text, None))
 
     @server.tool(structured_output=False)
     async def slack_reply_to_thread(channel_id: ChannelId, thread_ts: ThreadTs, text: str, context: Context) -> str:
         """Reply to a message, in its thread."""
-        return compact({"ok": True} | await backend.post(ledger(context), channel_id, text, thread_ts))
+        ledger = ledgers.of(trajectory_id(context))
+        return compact({"ok": True} | await backend.post(ledger, channel_id, text, thread_ts))
 
     @server.tool(structured_output=False)
     async def slack_add_reaction(
@@ -69,23 +91,11 @@ def slack_server(backend: SlackBackend) -> DeskServer:
         context: Context,
     ) -> str:
         """Add an emoji reaction to a message."""
-        return compact({"ok": True} | await backend.react(ledger(context), channel_id, timestamp, reaction))
+        ledger = ledgers.of(trajectory_id(context))
+        return compact({"ok": True} | await backend.react(ledger, channel_id, timestamp, reaction))
 
-    @server.tool(structured_output=False, annotations=READ_ONLY)
-    async def slack_get_channel_history(channel_id: ChannelId, context: Context, limit: float = 10) -> str:
-        """Latest messages of a channel, newest first, without replies."""
-        return compact(await backend.history(ledger(context), channel_id, _count(limit, MAX_MESSAGES)))
 
-    @server.tool(structured_output=False, annotations=READ_ONLY)
-    async def slack_get_thread_replies(channel_id: ChannelId, thread_ts: ThreadTs, context: Context) -> str:
-        """A message and the replies to it, oldest first."""
-        return compact(await backend.replies(ledger(context), channel_id, thread_ts))
-
-    @server.tool(structured_output=False, annotations=READ_ONLY)
-    async def slack_get_users(cursor: str | None = None, limit: float = 100) -> str:
-        """List the users: id, name, title."""
-        return compact(await backend.users(_count(limit, MAX_PAGE), cursor))
-
+def _add_hidden_tools(server: DeskServer, ledgers: Ledgers) -> None:
     @server.tool(structured_output=False, annotations=ToolAnnotations(idempotent_hint=True))
     async def slack_reset(context: Context) -> str:
         """Forget what this trajectory added."""
@@ -95,9 +105,7 @@ def slack_server(backend: SlackBackend) -> DeskServer:
     @server.tool(structured_output=False, annotations=READ_ONLY)
     async def slack_state(context: Context) -> str:
         """What this trajectory added, in order."""
-        return compact(ledger(context).state)
-
-    return server
+        return compact(ledgers.of(trajectory_id(context)).state)
 
 
 def _count(limit: float, most: int) -> int:

@@ -1,0 +1,1 @@
+"""Financial data: quotes, prices, profiles, statements, key metrics, splits and symbol search."""
