@@ -37,9 +37,10 @@ class DeskServer(MCPServer):
         super().__init__(name, log_level="WARNING", **options)
 
     async def list_tools(self) -> list[types.Tool]:
-        """See `MCPServer.list_tools`. The titles that schemas come with only repeat the names."""
+        """See `MCPServer.list_tools`. Arguments that a tool does not have are refused, not ignored."""
         tools = await super().list_tools()
-        return [tool.model_copy(update={"input_schema": _lean(tool.input_schema)}) for tool in tools]
+        schemas = [_lean(tool.input_schema) | {"additionalProperties": False} for tool in tools]
+        return [tool.model_copy(update={"input_schema": schema}) for tool, schema in zip(tools, schemas, strict=True)]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context | None = None) -> Any:
         """

@@ -181,12 +181,13 @@ class TestWriting:
             assert "mine" not in {message["text"] for message in seen}
 
     async def test_a_reset_makes_the_workspace_as_new(self) -> None:
-        async with ToolPool([config(isolation="exclusive", reset_tool=None, pool_size=1, spares=0)]) as pool:
-            async with pool.lease(TASK) as lease:  # a trajectory that the server is not told of
-                await ask(lease, "slack_post_message", channel_id=channel_id("random"), text="hello")
-                assert len((await ask(lease, "slack_state"))["added"]) == 1
-                await ask(lease, "slack_reset")
-                assert (await ask(lease, "slack_state"))["added"] == []
+        # A trajectory that the server is not told of.
+        alone = config(isolation="exclusive", reset_tool=None, pool_size=1, spares=0)
+        async with ToolPool([alone]) as pool, pool.lease(TASK) as lease:
+            await ask(lease, "slack_post_message", channel_id=channel_id("random"), text="hello")
+            assert len((await ask(lease, "slack_state"))["added"]) == 1
+            await ask(lease, "slack_reset")
+            assert (await ask(lease, "slack_state"))["added"] == []
 
     async def test_a_reaction_of_others_is_joined(self, lease: Lease) -> None:
         message = next(
@@ -332,14 +333,12 @@ class TestProcess:
         ) as process:
             assert process.stderr
             url = process.stderr.readline().strip()
-            async with ToolPool(
-                [ServerConfig(name="slack", transport="http", url=url, isolation="meta", reset_tool="slack_reset")]
-            ) as pool:
-                async with pool.lease(TASK) as one, pool.lease(TASK) as other:
-                    where = (await ask(one, "slack_list_channels"))["channels"][1]["id"]
-                    await ask(one, "slack_post_message", channel_id=where, text="x")
-                    assert len((await ask(one, "slack_state"))["added"]) == 1
-                    assert (await ask(other, "slack_state"))["added"] == []
+            server = ServerConfig(name="slack", transport="http", url=url, isolation="meta", reset_tool="slack_reset")
+            async with ToolPool([server]) as pool, pool.lease(TASK) as one, pool.lease(TASK) as other:
+                where = (await ask(one, "slack_list_channels"))["channels"][1]["id"]
+                await ask(one, "slack_post_message", channel_id=where, text="x")
+                assert len((await ask(one, "slack_state"))["added"]) == 1
+                assert (await ask(other, "slack_state"))["added"] == []
             channel = Workspace(3).channel("random")
             assert channel
             assert where == channel.id

@@ -160,7 +160,9 @@ class FMPBackend:
                 f"There are no prices of {symbol!r} from {start} to {end}. Check the symbol with searchSymbol, and the dates."
             )
         bars = [_only(_named_as_traded(record), _BAR) for record in records]
-        return sorted(bars, key=lambda bar: str(bar.get("date")), reverse=True)
+        if not all(len(bar) == len(_BAR) for bar in bars):
+            raise self._client.unexpected(records[:1])
+        return sorted(bars, key=lambda bar: bar["date"], reverse=True)
 
     async def _about(self, symbol: str, path: str, fields: tuple[str, ...], **params: Any) -> list[Record]:
         records = await self._records(path, {"symbol": symbol} | params)
