@@ -112,7 +112,7 @@ class TestEveryVendor:
     async def test_a_plan_that_does_not_cover_it_says_so(self, name: str, api: VendorAPI) -> None:
         api.script(Reply(b"Premium Query Parameter: upgrade", 402))
         async with opened(name) as backend:
-            with pytest.raises(VendorError, match="plan.*Premium Query Parameter"):
+            with pytest.raises(VendorError, match=r"plan.*Premium Query Parameter"):
                 await read(name, backend)
 
     async def test_a_pause_is_kept_and_the_request_repeated(self, name: str, api: VendorAPI) -> None:
@@ -417,10 +417,10 @@ class TestSlack:
         api.script(Reply({"ok": False, "error": "is_archived"}))
         ledger = Ledger()
         async with opened("slack") as backend:
-            with pytest.raises(SlackError, match="^is_archived: .*another channel"):
+            with pytest.raises(SlackError, match=r"^is_archived: .*another channel"):
                 await backend.post(ledger, "C1", "x", None)
             api.script(Reply({"ok": False, "error": "never_heard_of"}))
-            with pytest.raises(SlackError, match="^never_heard_of: "):
+            with pytest.raises(SlackError, match=r"^never_heard_of: "):
                 await backend.react(ledger, "C1", "1.0", "tada")
         assert ledger.added == []
 

@@ -255,7 +255,7 @@ class TestKeys:
             if value is not None:
                 monkeypatch.setenv("ACME_KEY", value)
             with pytest.raises(
-                SettingsError, match="ACME_KEY is not set.* leave --backend out to use the recorded one"
+                SettingsError, match=r"ACME_KEY is not set.* leave --backend out to use the recorded one"
             ):
                 required_key("ACME_KEY", "recorded")
 
@@ -281,7 +281,7 @@ async def test_an_outage_is_marked_and_a_refusal_is_not() -> None:
     result = await server.call_tool("fail", {"is_outage": True})
     assert result.is_error
     assert (result.meta or {}).get(OUTAGE) is True
-    with pytest.raises(ToolError, match="^Acme is closed.$"):
+    with pytest.raises(ToolError, match=r"^Acme is closed\.$"):
         await server.call_tool("fail", {"is_outage": False})
     async with ToolPool({"acme": server}) as pool:
         results = [await pool.call(ToolCall(name="fail", arguments={"is_outage": one})) for one in (True, False)]
