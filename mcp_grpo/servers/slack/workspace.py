@@ -77,7 +77,7 @@ _USERS = (
     ("farid.haddad", "Farid Haddad", "Data engineer"),
     ("grace.chen", "Grace Chen", "Portfolio manager"),
     ("hugo.martin", "Hugo Martin", "Compliance officer"),
-    ("ines.costa", "Ines Costa", "Trader"),
+    ("irene.costa", "Irene Costa", "Trader"),
     ("jonas.weber", "Jonas Weber", "IT support"),
     ("jon.webster", "Jon Webster", "Equity analyst"),
 )
