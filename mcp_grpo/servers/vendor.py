@@ -180,7 +180,11 @@ class VendorClient:
         self._limits = limits or Limits()
         self._bucket = TokenBucket(self._limits.rate, self._limits.burst)
         timeout = httpx2.Timeout(self._limits.timeout, connect=self._limits.connect_timeout)
-        self._http = httpx2.AsyncClient(base_url=base_url.rstrip("/") + "/", headers=dict(headers), timeout=timeout)
+        try:
+            url = httpx2.URL(base_url.rstrip("/") + "/")
+        except httpx2.InvalidURL as error:
+            raise SettingsError(f"The address of {vendor} is not one: {base_url!r} ({error}).") from None
+        self._http = httpx2.AsyncClient(base_url=url, headers=dict(headers), timeout=timeout)
 
     async def get(self, path: str, params: Mapping[str, Any]) -> Any:
         """
@@ -324,8 +328,8 @@ class VendorClient:
         status, headers, body = reply
         if 200 <= status < 300:
             try:
-                return json.loads(body)
-            except ValueError:
+                return json.loads(body, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
                 raise self.error(
                     f"{self._vendor} answered with something that is not JSON: {_shown(body)!r}. "
                     "Check its address, or try again later.",
@@ -381,6 +385,10 @@ def _said(body: bytes) -> str:
     except ValueError:
         said = None
     return said or _shown(body)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # but Python reads NaN and Infinity, and would pass them on
 
 
 def _words(answer: object) -> str | None:

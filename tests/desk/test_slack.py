@@ -223,6 +223,7 @@ class TestWriting:
             ),
             ("invalid_cursor", "slack_list_channels", {"cursor": "99"}),
             ("invalid_cursor", "slack_get_users", {"cursor": "abc"}),
+            ("invalid_cursor", "slack_get_users", {"cursor": "1" * 5000}),
             ("invalid_limit", "slack_list_channels", {"limit": 0}),
         ],
     )
@@ -232,6 +233,7 @@ class TestWriting:
         text = await refused(lease, tool, **arguments)
         assert text.startswith(f"{code}: ")
         assert text.endswith(".")
+        assert len(text) < 250
         assert (await ask(lease, "slack_state"))["added"] == []
 
     async def test_the_longest_message_is_posted(self, lease: Lease) -> None:

@@ -101,6 +101,11 @@ class TestAnswers:
         assert len(str(error)) < 400
         assert error.is_outage
 
+    @pytest.mark.parametrize("body", [b'{"price": NaN}', b"[-Infinity]", b"[" * 100_000])
+    async def test_what_only_python_takes_for_json_is_none(self, body: bytes) -> None:
+        async with vendor_api(Reply(body)) as api:
+            assert "not JSON" in str(await failure(api))
+
     async def test_json_of_another_shape_is_quoted_and_an_error_in_it_is_read(self) -> None:
         async with opened("http://127.0.0.1:9") as client:
             assert 'unexpected shape: [{"a": 1}]' in str(client.unexpected([{"a": 1}]))
@@ -265,9 +270,10 @@ class TestKeys:
             required_key("ACME_KEY", "recorded")
         assert "hunter" not in str(caught.value)
 
-    def test_an_address_without_a_scheme_is_refused(self) -> None:
-        with pytest.raises(SettingsError, match="http"):
-            VendorClient("Acme", "acme.test", "ACME_KEY", KEY, {})
+    @pytest.mark.parametrize("url", ["acme.test", "http://acme.test:port"])
+    def test_an_address_that_is_none_is_refused(self, url: str) -> None:
+        with pytest.raises(SettingsError, match="address of Acme"):
+            VendorClient("Acme", url, "ACME_KEY", KEY, {})
 
 
 async def test_an_outage_is_marked_and_a_refusal_is_not() -> None:

@@ -111,7 +111,6 @@ EMOJI = frozenset(
         "zap",
     ]
 )
-_REMOVED_COLONS = "Use a name such as thumbsup or white_check_mark, without colons."
 
 
 class EmbeddedSlack:
@@ -190,12 +189,16 @@ class EmbeddedSlack:
         if message is None:
             raise SlackError(
                 "message_not_found",
-                f"#{channel.name} has no message {timestamp!r}. Copy `ts` from slack_get_channel_history.",
+                f"#{channel.name} has no message {_short(timestamp)}. Copy `ts` from slack_get_channel_history.",
             )
         if reaction not in EMOJI:
-            raise SlackError("invalid_name", f"There is no emoji {reaction!r}. {_REMOVED_COLONS}")
+            raise SlackError(
+                "invalid_name",
+                f"There is no emoji {_short(reaction)}. "
+                "Use a name such as thumbsup or white_check_mark, without colons.",
+            )
         if any(one.name == reaction and self._workspace.bot.id in one.user_ids for one in self._seen(ledger, message)):
-            raise SlackError("already_reacted", f"You have reacted with {reaction!r} to this message. Go on.")
+            raise SlackError("already_reacted", f"You have reacted with {_short(reaction)} to this message. Go on.")
         ledger.check()
         ledger.added.append(
             Added(kind="reaction", channel_id=channel.id, channel=channel.name, ts=timestamp, reaction=reaction)
@@ -210,7 +213,7 @@ class EmbeddedSlack:
         if channel is None or channel.id != channel_id:
             raise SlackError(
                 "channel_not_found",
-                f"No channel has the id {channel_id!r}. `channel_id` takes an id such as C0ABCDEFGH2; "
+                f"No channel has the id {_short(channel_id)}. `channel_id` takes an id such as C0ABCDEFGH2; "
                 "slack_list_channels has them.",
             )
         if not channel.is_member:
@@ -227,7 +230,7 @@ class EmbeddedSlack:
         if message is None:
             raise SlackError(
                 "thread_not_found",
-                f"#{channel.name} has no message {ts!r}. Copy `ts` of the first message of the thread from "
+                f"#{channel.name} has no message {_short(ts)}. Copy `ts` of the first message of the thread from "
                 "slack_get_channel_history.",
             )
         if message.thread_ts is not None:
@@ -282,6 +285,11 @@ class EmbeddedSlack:
         return record
 
 
+def _short(text: str) -> str:
+    """What the policy wrote, as far as a message need repeat it."""
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
 def _is_in(added: Added, channel: Channel, *kinds: str) -> bool:
     return added.channel_id == channel.id and added.kind in kinds
 
@@ -289,8 +297,9 @@ def _is_in(added: Added, channel: Channel, *kinds: str) -> bool:
 def _page(name: str, records: Sequence[Record], limit: int, cursor: str | None) -> Record:
     start = 0
     if cursor:
-        if not cursor.isascii() or not cursor.isdigit() or int(cursor[:9]) >= len(records):
-            raise SlackError("invalid_cursor", f"There is no page {cursor!r}. Leave `cursor` out to begin anew.")
+        is_number = cursor.isascii() and cursor.isdigit() and len(cursor) < 10
+        if not is_number or int(cursor) >= len(records):
+            raise SlackError("invalid_cursor", f"There is no page {_short(cursor)}. Leave `cursor` out to begin anew.")
         start = int(cursor)
     page: Record = {name: list(records[start : start + limit])}
     return page | ({"next_cursor": str(start + limit)} if start + limit < len(records) else {})
