@@ -27,6 +27,8 @@ from mcp_grpo.tools.http import TRANSPORT
 from mcp_grpo.types import ResultKind, ToolResult
 
 
+OUTAGE = "mcp_grpo/outage"
+"""In `_meta` of an error: what the server itself relies on has failed, so that the policy is not to blame."""
 NO_MESSAGE = "The tool reported an error without saying which."
 _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydantic\.dev/\S+")
 
@@ -54,7 +56,7 @@ def observed(result: CallToolResult, *, config: ServerConfig, seconds: float) ->
     text = "\n".join(parts)
     kind = ResultKind.OK
     if result.is_error or any(regex.search(text) for regex in config.error_regexes):
-        kind = ResultKind.TOOL_ERROR
+        kind = ResultKind.SERVER_ERROR if (result.meta or {}).get(OUTAGE) else ResultKind.TOOL_ERROR
         text = _DOCS_LINK.sub("", text) or NO_MESSAGE
     return ToolResult(
         text=config.hide_secrets(text),
