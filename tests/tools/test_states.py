@@ -152,11 +152,11 @@ class TestCassettes:
         mark = tmp_path / "mark"
         mark.touch()
         reads = ToolCall(name="read_crash_once", arguments={"text": str(mark)})
-        async with ToolPool([rogue(isolation="meta", state_tool="state")], cassette=Cassette(path, "record")) as pool:
-            async with pool.lease(TASK) as lease:
-                await lease.call(reads)
-                await remember(lease, "a")
-                first = await lease.states()
+        config = rogue(isolation="meta", state_tool="state")
+        async with ToolPool([config], cassette=Cassette(path, "record")) as pool, pool.lease(TASK) as lease:
+            await lease.call(reads)
+            await remember(lease, "a")
+            first = await lease.states()
         async with ToolPool(None, cassette=Cassette(path, "match")) as pool:
             assert await state_after(pool, "a") == first["rogue"]
 

@@ -13,7 +13,7 @@ TOOLS = [
     "close_stdout", "not_a_result", "error_reply", "malformed", "print_secret", "count", "escaped_child",
     "reset", "remember", "crash_once", "read_crash_once", "wrong_id", "string_id", "partial_line", "no_content",
     "unknown_content", "bad_structured", "ask_client", "stderr_flood", "progress", "change_tools", "suspend", "say_key",
-    "whoami", "state",
+    "state", "whoami",
 ]  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "additionalProperties": False}
 num_calls = 0
