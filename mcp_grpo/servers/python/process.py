@@ -3,14 +3,15 @@
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ class Process:
         if self._pidfd is not None:
             os.close(self._pidfd)
         if self._launch.folder:
-            shutil.rmtree(self._launch.folder, ignore_errors=True)
+            remove(self._launch.folder)
 
     def _discard_rest(self, excerpts: dict[int, Excerpt]) -> None:
         """What was written after the last reply is not of this call. And what looks like a reply is none."""
@@ -383,18 +384,23 @@ class Process:
             except OSError:
                 return 0, 0  # it has just ended
             return room.f_files - room.f_ffree - 1, 0  # its size is limited by itself
+        try:
+            num_files, num_bytes = self._walk()
+        except OSError:  # a path is too long, or the mode of a folder hides what is in it
+            return self._limits.max_files + 1, 0
+        return num_files, num_bytes + self._deleted_bytes()
+
+    def _walk(self) -> tuple[int, int]:
         num_files = num_bytes = 0
         folders = [str(self._launch.folder)]
         while folders and num_files <= self._limits.max_files:
-            with suppress(OSError), os.scandir(folders.pop()) as entries:
-                for entry in entries:
+            with suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:  # or it has just been removed
+                for entry in islice(entries, self._limits.max_files + 1):
                     num_files += 1
-                    if num_files > self._limits.max_files:
-                        break
+                    num_bytes += _size(entry)
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-        return num_files, num_bytes + self._deleted_bytes()
+        return num_files, num_bytes
 
     def _deleted_bytes(self) -> int:
         """Size of files that are deleted and still open."""
@@ -439,6 +445,54 @@ class Process:
         if number:
             return f"The process crashed ({signal.Signals(number).name})."
         return f"The code ended its process (exit code {code}). Let it run to its end instead."
+
+
+def remove(folder: Path) -> None:
+    """
+    Remove a folder that sandboxed code has written to. However deep it is: `shutil.rmtree` recurses, and fails.
+
+    Args:
+        folder (`Path`):
+            The folder.
+    """
+    prefix, numbers = uuid.uuid4().hex, count()
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with suppress(OSError), _opened(folder, flags) as top:
+        while folders := _remove_files(top):
+            for name in folders:
+                os.chmod(name, 0o700, dir_fd=top)
+                with _opened(name, flags, top) as inner:
+                    for deeper in _remove_files(inner):
+                        os.chmod(deeper, 0o700, dir_fd=inner)  # it can be moved then
+                        os.rename(deeper, f"{prefix}{next(numbers)}", src_dir_fd=inner, dst_dir_fd=top)
+                os.rmdir(name, dir_fd=top)
+        os.rmdir(folder)
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except FileNotFoundError:  # it has just been removed
+        return 0
+
+
+def _remove_files(folder: int) -> list[str]:
+    """Remove what is not a folder; returns the names of the rest."""
+    with os.scandir(folder) as entries:
+        is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    for name in is_folder:
+        if not is_folder[name]:
+            os.unlink(name, dir_fd=folder)
+    return [name for name in is_folder if is_folder[name]]
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int, None, None]:
+    descriptor = os.open(path, flags, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class _Ended(Exception):

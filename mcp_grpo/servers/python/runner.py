@@ -116,7 +116,10 @@ class Interpreter:
             trace = trace.tb_next
         try:
             report = traceback.TracebackException(type(problem), problem, trace, limit=-_MAX_FRAMES, compact=True)
-            text = "".join(report.format()).rstrip()
+            lines = "".join(report.format()).rstrip().split("\n")
+            if not isinstance(problem, SyntaxError):  # where a mark says more than its line
+                lines = [line for line in lines if line.strip(" ~^") or not line]
+            text = "\n".join(lines)
         except BaseException:  # an error may be made so that it cannot be shown
             text = type(problem).__name__
         hint = self._hints.get("memory") if isinstance(problem, MemoryError) else None

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from mcp_grpo.errors import SettingsError, ToolServerError
 from mcp_grpo.servers.python import seccomp
-from mcp_grpo.servers.python.process import Launch, Limits, Process
+from mcp_grpo.servers.python.process import Launch, Limits, Process, remove
 
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class _OnHostFiles(Sandbox):
     def close(self) -> None:
         """See [`Sandbox.close`]."""
         os.close(self._lock)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
 
     def _launch(self) -> Launch:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
@@ -406,6 +406,6 @@ def _remove_old_folders() -> None:
             descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
             finally:
                 os.close(descriptor)
