@@ -272,6 +272,15 @@ class TestStates:
                 await states.run("a", "x")
             assert "NameError" in ((await states.run("a", "x")).error or "")
 
+    async def test_there_are_never_more_than_there_may_be(self, make: Any) -> None:
+        async with make(max_live=4) as states:
+            for name in "abc":
+                await states.run(name, "1")
+            async with anyio.create_task_group() as tasks:
+                for name in "defghijk":
+                    tasks.start_soon(states.run, name, "1")
+            assert len([state for state in states._states.values() if state.process is not None]) == 4
+
     async def test_a_reset_also_forgets_that_a_state_was_given_up(self, make: Any) -> None:
         async with make(max_live=1) as states:
             await states.run("a", "x = 5")

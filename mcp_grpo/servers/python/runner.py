@@ -137,7 +137,11 @@ class Interpreter:
 def confine(settings):
     """Give up everything that the code is not to have. There is no way back."""
     for name, value in settings["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        try:
+            resource.setrlimit(getattr(resource, name), (value, value))
+        except ValueError:
+            if sys.platform == "linux":
+                raise  # other systems do not have them all
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

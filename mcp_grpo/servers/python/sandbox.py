@@ -92,10 +92,10 @@ class Visible:
             [`Visible`]: The files.
         """
         python = os.path.realpath(sys.executable)
-        folders = dict.fromkeys(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
+        places = dict.fromkeys(os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib"))
         # A virtual environment has such a folder, too, with no standard library in it.
         marks = ("os.py", "lib-dynload")
-        stdlib = tuple(folder for folder in folders if any(os.path.exists(f"{folder}/{mark}") for mark in marks))
+        stdlib = tuple(folder for folder in places if any(os.path.exists(f"{folder}/{mark}") for mark in marks))
         packages, folders = {}, []
         for name in _PACKAGES:
             spec = importlib.util.find_spec(name)
@@ -302,7 +302,8 @@ class Landlock(_OnHostFiles):
     def _readable(self) -> Iterator[str]:
         """Rules only ever add, so that the parts of the standard library are named one by one, to leave others out."""
         for folder in self._visible.stdlib:
-            yield from (entry.path for entry in os.scandir(folder) if entry.name not in _HIDDEN)
+            paths = (f"{folder}/{name}" for name in os.listdir(folder) if name not in _HIDDEN)
+            yield from filter(os.path.exists, paths)  # not links that lead nowhere
         yield from (*self._visible.packages.values(), *self._visible.folders, *self._visible.libraries)
         if _LINKER_CACHE.exists():
             yield str(_LINKER_CACHE)

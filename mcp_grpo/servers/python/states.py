@@ -158,9 +158,10 @@ class States:
             self._is_preparing = False
 
     def _make_room(self) -> None:
-        live = [state for state in self._states.values() if state.process is not None]
-        idle = (state for state in live if not state.is_running)
-        for _ in range(len(live) - self._max_live + 1):
+        # Those that run have a process, or will have one in a moment: as the one has that room is made for.
+        occupied = [state for state in self._states.values() if state.process is not None or state.is_running]
+        idle = (state for state in occupied if not state.is_running)
+        for _ in range(len(occupied) - self._max_live):
             self._give_up(next(idle), f"the server keeps the state of {self._max_live} sessions at a time")
         if len(self._states) > _MAX_REMEMBERED:
             forgotten = [key for key, state in self._states.items() if state.process is None and not _is_used(state)]
