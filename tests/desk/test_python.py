@@ -34,8 +34,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(autouse=True)
-def _no_process_is_left() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -47,6 +47,13 @@ def config(*args: str, **options: Any) -> ServerConfig:
     fixed: dict[str, Any] = {"command": sys.executable, "env": environment, "isolation": "meta"}
     fixed |= {"args": ("-m", "mcp_grpo.servers.python", *args), "reset_tool": "python_reset"}
     return ServerConfig(name="python", transport="stdio", **fixed | options)
+
+
+@pytest.fixture(scope="module")
+async def pool(no_process_is_left: None) -> AsyncGenerator[ToolPool, None]:
+    """A server as it is by default."""
+    async with ToolPool([config()]) as pool:
+        yield pool
 
 
 @asynccontextmanager
@@ -71,9 +78,8 @@ async def fail(lease: Lease | ToolPool, code: str) -> str:
     return result.text
 
 
-async def test_the_policy_sees_one_small_tool() -> None:
-    async with ToolPool([config()]) as pool:
-        (tool,) = pool.catalog.tools
+async def test_the_policy_sees_one_small_tool(pool: ToolPool) -> None:
+    (tool,) = pool.catalog.tools
     assert tool.name == "run_python"
     function = tool.schema["function"]
     assert function["parameters"]["required"] == ["code"]
@@ -81,8 +87,8 @@ async def test_the_policy_sees_one_small_tool() -> None:
     assert len(str(tool.schema)) < 500
 
 
-async def test_results_are_what_is_printed_and_the_value_of_the_last_line() -> None:
-    async with leases() as (lease,):
+async def test_results_are_what_is_printed_and_the_value_of_the_last_line(pool: ToolPool) -> None:
+    async with pool.lease(TASK) as lease:
         assert await say(lease, "1 + 1") == "2"
         assert await say(lease, "print('a')\nprint('b')") == "a\nb"
         assert await say(lease, "print('a')\n'b'") == "a\n'b'"
@@ -95,8 +101,8 @@ async def test_results_are_what_is_printed_and_the_value_of_the_last_line() -> N
         assert await say(lease, "{'a', 'b', 'c', 'd'}") == await say(lease, "set('abcd')")
 
 
-async def test_errors_of_the_code_are_its_own_lines_and_the_error() -> None:
-    async with leases() as (lease,):
+async def test_errors_of_the_code_are_its_own_lines_and_the_error(pool: ToolPool) -> None:
+    async with pool.lease(TASK) as lease:
         await say(lease, "def half(x):\n    return 1 / x")
         assert await fail(lease, "print('before')\nhalf(0)") == (
             "before\nTraceback (most recent call last):\n"
@@ -124,8 +130,8 @@ async def test_output_is_cut_in_its_middle() -> None:
         assert len(text) < 300
 
 
-async def test_what_a_trajectory_did_stays_and_others_do_not_see_it() -> None:
-    async with leases(number=2) as (first, second):
+async def test_what_a_trajectory_did_stays_and_others_do_not_see_it(pool: ToolPool) -> None:
+    async with pool.lease(TASK) as first, pool.lease(TASK) as second:
         await say(first, "import math\nx = 5\nopen('f', 'w').write('hello')")
         assert "NameError" in await fail(second, "x")
         assert "NameError" in await fail(second, "math")
@@ -133,23 +139,17 @@ async def test_what_a_trajectory_did_stays_and_others_do_not_see_it() -> None:
         assert await say(first, "math.sqrt(x * 5), open('f').read()") == "(5.0, 'hello')"
 
 
-async def test_calls_without_a_trajectory_share_one_state() -> None:
+async def test_calls_without_a_trajectory_share_one_state_until_it_is_reset() -> None:
     async with ToolPool([config(isolation="shared", reset_tool=None)]) as pool:
         await say(pool, "x = 5")
         assert await say(pool, "x") == "5"
-
-
-async def test_a_state_that_is_reset_is_gone() -> None:
-    server = config(reset_tool=None)
-    async with ToolPool([server]) as pool, pool.lease(TASK) as lease:
-        await say(lease, "x = 5")
-        result = await lease.call(ToolCall(name="python_reset", arguments={}))
+        result = await pool.call(ToolCall(name="python_reset", arguments={}))
         assert result.text == "Forgotten."
-        assert "NameError" in await fail(lease, "x")
+        assert "NameError" in await fail(pool, "x")
 
 
-async def test_calls_of_one_trajectory_wait_for_each_other() -> None:
-    async with leases() as (lease,):
+async def test_calls_of_one_trajectory_wait_for_each_other(pool: ToolPool) -> None:
+    async with pool.lease(TASK) as lease:
         await say(lease, "import time\nx = []")
         code = "x.append('in'); time.sleep(0.01); x.append('out')"
         await lease.call_all([ToolCall(name="run_python", arguments={"code": code})] * 5)
@@ -169,8 +169,8 @@ async def test_a_call_that_takes_too_long_ends_the_state_and_says_so() -> None:
         assert await say(second, "x") == "6"
 
 
-async def test_neither_the_protocol_nor_the_servers_secrets_can_be_reached() -> None:
-    async with leases(number=2) as (first, second):
+async def test_neither_the_protocol_nor_the_servers_secrets_can_be_reached(pool: ToolPool) -> None:
+    async with pool.lease(TASK) as first, pool.lease(TASK) as second:
         code = (
             "import os\nfound = []\n"
             'for i in range(1024):\n    try: os.write(i, b\'{"jsonrpc": "2.0", "id": 1, "result": {}}\\n\')\n'
@@ -185,18 +185,17 @@ async def test_neither_the_protocol_nor_the_servers_secrets_can_be_reached() -> 
         assert await say(second, "1 + 1") == "2"
 
 
-async def test_many_trajectories_at_once_each_have_their_own() -> None:
+async def test_many_trajectories_at_once_each_have_their_own(pool: ToolPool) -> None:
     texts: dict[int, str] = {}
-    async with ToolPool([config("--max-live", "24")]) as pool:
 
-        async def trajectory(number: int) -> None:
-            async with pool.lease(TASK) as lease:
-                await say(lease, f"x = {number}")
-                texts[number] = await say(lease, "x")
+    async def trajectory(number: int) -> None:
+        async with pool.lease(TASK) as lease:
+            await say(lease, f"x = {number}")
+            texts[number] = await say(lease, "x")
 
-        async with anyio.create_task_group() as tasks:
-            for number in range(24):
-                tasks.start_soon(trajectory, number)
+    async with anyio.create_task_group() as tasks:
+        for number in range(24):
+            tasks.start_soon(trajectory, number)
     assert texts == {number: str(number) for number in range(24)}
 
 
@@ -236,7 +235,10 @@ async def test_over_http_too() -> None:
 async def test_processes_end_with_a_server_that_is_killed() -> None:
     async with ToolPool([config()]) as pool, pool.lease(TASK) as lease:
         await say(lease, "1")
-        (server,) = [child for child in psutil.Process().children() if "mcp_grpo.servers.python" in child.cmdline()]
+        server = max(
+            (child for child in psutil.Process().children() if "mcp_grpo.servers.python" in child.cmdline()),
+            key=lambda child: child.create_time(),
+        )
         pids = [child.pid for child in server.children(recursive=True)]
         assert len(pids) >= 2
         server.kill()
@@ -293,12 +295,13 @@ class TestStates:
         async with make() as states:
             await states.run("a", "x = 5")
         num_fds = process.num_fds()
+        children = process.children()
         async with make(max_live=2) as states:
             for name in "abcde":
                 await states.run(name, "x = 5")
             await states.reset("e")
         assert process.num_fds() == num_fds
-        assert process.children(recursive=True) == []
+        assert process.children() == children
 
     async def test_a_trajectory_that_is_cancelled_keeps_a_state_that_works(self, make: Any) -> None:
         async with make() as states:

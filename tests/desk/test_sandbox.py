@@ -671,7 +671,7 @@ def test_a_process_that_is_ended_leaves_nothing_behind(sandbox: Sandbox, start: 
     assert folder is None or not folder.exists()
 
 
-@pytest.mark.parametrize("level", WALLED)
+@pytest.mark.parametrize("level", FILTERED)
 def test_a_process_ends_with_the_server_that_is_killed(level: str) -> None:
     sandbox_of(level).close()
     code = (
@@ -735,7 +735,20 @@ class TestWithoutSeccomp:
         check_attack(attack, process, bait)
 
     @pytest.mark.parametrize(
-        "name", ["memory", "open_files", "output", "errors", "large_file", "recursion", "crash", "exit", "many_files"]
+        "name",
+        [
+            "memory",
+            "open_files",
+            "output",
+            "errors",
+            "large_file",
+            "recursion",
+            "crash",
+            "exit",
+            "many_files",
+            "large_files",
+            "thread_bomb",
+        ],
     )
     def test_other_things_are_limited(self, name: str, process: Process, bait: Bait) -> None:
         (attack,) = [attack for attack in ENDING if attack.name == name]
@@ -759,15 +772,29 @@ class TestWithoutSeccomp:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def test_files_of_the_user_are_in_sight(self, process: Process, bait: Bait) -> None:
+    def test_it_has_no_walls(self, process: Process, bait: Bait, tmp_path: Path) -> None:
         assert process.call(bait.fill_in("open('@CANARY@').read()")).value == repr(SECRET)
+        assert process.call(bait.fill_in("import os\nos.kill(@DECOY@, 0)")).error is None
+        (tmp_path / "f").touch()
+        assert process.call(f"os.chmod('{tmp_path}/f', 0o640)").error is None
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            assert (
+                process.call(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 9).close()").error
+                is None
+            )
 
 
-def test_with_seccomp_but_without_walls_files_of_the_user_are_in_sight(
-    start: Callable[[Sandbox], Process], bait: Bait
+def test_seccomp_without_walls_leaves_files_in_sight(
+    start: Callable[[Sandbox], Process], bait: Bait, tmp_path: Path
 ) -> None:
     sandbox = sandbox_of("rlimits")
-    assert start(sandbox).call(bait.fill_in("open('@CANARY@').read()")).value == repr(SECRET)
+    process = start(sandbox)
+    assert process.call(bait.fill_in("open('@CANARY@').read()")).value == repr(SECRET)
+    assert process.call(bait.fill_in("import os\n'@PARENT@' in os.listdir('/proc')")).value == "True"
+    assert process.call(f"open('{tmp_path}/f', 'w').close()").error is None
+    assert (tmp_path / "f").exists()
     sandbox.close()
 
 
@@ -775,8 +802,12 @@ def test_landlock_hides_what_files_contain_but_not_that_they_exist(
     start: Callable[[Sandbox], Process], bait: Bait
 ) -> None:
     sandbox = sandbox_of("landlock")
-    code = bait.fill_in("import os\nos.path.getsize('@CANARY@')")
-    assert start(sandbox).call(code).value == str(len(SECRET))
+    process = start(sandbox)
+    assert process.call(bait.fill_in("import os\nos.path.getsize('@CANARY@')")).value == str(len(SECRET))
+    installed = Path(os.__file__).with_name("site-packages")
+    if installed.is_dir():
+        names = eval(process.call(f"os.listdir({str(installed)!r})").value or "")
+        assert sorted(names) == sorted(os.listdir(installed))
     sandbox.close()
 
 

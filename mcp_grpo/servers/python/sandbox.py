@@ -316,6 +316,8 @@ class Rlimits(_OnHostFiles):
 
     def _settings(self, pid: int, *, parent: int, folder: str) -> dict[str, Any]:
         settings = super()._settings(pid, parent=parent, folder=folder)
+        for number in ("EPERM", "EACCES", "EROFS"):
+            del settings["hints"][number]  # which speak of walls
         if not self._has_seccomp:
             settings["limits"]["RLIMIT_NPROC"] = 0  # no process and no thread more, for any user but root
             settings["cpu"] = self.limits.timeout
