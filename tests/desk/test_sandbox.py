@@ -400,6 +400,8 @@ def start() -> Iterator[Callable[[Sandbox], Process]]:
     for process in started:
         process.end()
     assert [process.pid for process in started if psutil.pid_exists(process.pid)] == []
+    folders = [process._launch.folder for process in started]
+    assert [folder for folder in folders if folder is not None and folder.exists()] == []
 
 
 @pytest.fixture
@@ -548,7 +550,7 @@ def test_system_calls_of_32_bits_are_refused(process: Process) -> None:
         "page.write(bytes.fromhex('b814000000cd80c3'))\n"
         "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"
     )
-    assert process.call(code).value in (f"-{errno.EPERM}", f"-{errno.ENOSYS}", None)
+    assert process.call(code).value in (f"-{errno.EPERM}", f"-{errno.ENOSYS}")
 
 
 def test_nothing_is_open_but_the_outputs_and_the_socket_to_the_server(process: Process) -> None:
@@ -630,13 +632,6 @@ def test_threads_that_were_left_behind_stop_between_calls(process: Process) -> N
     time.sleep(0.5)
     reply = process.call("time.sleep(0.05)\nmax(b - a for a, b in zip(times, times[1:]))")
     assert float(reply.value or 0) > 0.4
-
-
-def test_what_is_written_after_a_call_is_not_of_the_next(process: Process) -> None:
-    process.call(
-        "import os, threading, time\nthreading.Timer(0.0, lambda: [os.write(1, b'late') for _ in range(9)]).start()"
-    )
-    assert "late" not in process.call("import time\n1").stdout[36:]
 
 
 def test_a_reply_that_was_written_ahead_does_not_answer_the_next_call(process: Process) -> None:
