@@ -65,7 +65,10 @@ def thread(pick: Pick) -> Draft:
                 evidence=[f'"{channel.id}"', f'"{asker.id}"', f'"{company.symbol}"'],
             ),
             Step(
-                calls=(("slack_get_channel_history", {"channel_id": channel.id, "limit": HISTORY}), *figure.step.calls),
+                calls=(
+                    ("slack_get_channel_history", {"channel_id": channel.id, "limit": HISTORY}),
+                    *figure.step.calls,
+                ),
                 evidence=(f'"{question.ts}"', *figure.step.evidence),
             ),
             step(
@@ -94,9 +97,7 @@ def reaction(pick: Pick) -> Draft:
         f":{emoji}: and write nothing. Then say that it is done.",
         expected_state={SLACK: {"added": [state]}},
         steps=[
-            step(
-                ("slack_list_channels", {}), ("slack_get_users", {}), evidence=[f'"{channel.id}"', f'"{asker.id}"']
-            ),
+            step(("slack_list_channels", {}), ("slack_get_users", {}), evidence=[f'"{channel.id}"', f'"{asker.id}"']),
             step(
                 ("slack_get_channel_history", {"channel_id": channel.id, "limit": HISTORY}),
                 evidence=[f'"{question.ts}"'],
@@ -150,5 +151,3 @@ def _asked(pick: Pick, company: Company) -> Figure:
         ),
     ]
     return pick.one(figures)
-
-

@@ -183,9 +183,7 @@ def lookup(pick: Pick) -> Draft:
     company = pick.company()
     figure = any_figure(pick, company)
     return Draft(
-        question=f"{company.name}: what is its {figure.name}?"
-        if "fiscal" not in figure.name
-        else f"What was the {figure.name} of {company.name}?",
+        question=f"Look up the {figure.name} of {company.name}.",
         answer=figure.answer,
         steps=[find(company), figure.step],
         final=f"Answer: {figure.text}",
@@ -201,7 +199,7 @@ def quarter(pick: Pick) -> Draft:
     period = pick.one(list(QUARTERS))
     figure = statement_figure(pick, company, period=period)
     return Draft(
-        question=f"What was the {figure.name} of {company.name}?",
+        question=f"Look up the {figure.name} of {company.name}.",
         answer=figure.answer,
         steps=[find(company), figure.step],
         final=f"Answer: {figure.text}",

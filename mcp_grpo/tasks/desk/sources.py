@@ -44,7 +44,7 @@ def search_verify(pick: Pick) -> Draft:
     }[kind]
     figure = any_figure(pick, company)
     return Draft(
-        question=f"{clue}. Find out which. What is or was its {figure.name}?",
+        question=f"{clue}. Find out which, and look up its {figure.name}.",
         answer=figure.answer,
         steps=[_search(pick, query, fact), figure.step],
         final=f"It is {company.name}.\nAnswer: {figure.text}",
@@ -58,11 +58,17 @@ def contradiction(pick: Pick) -> Draft:
     """Sources that disagree, one of which is out of date."""
     if pick.random.randrange(3) == 0:
         return _contradicting_heads(pick)
-    stale = pick.one([one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"])
+    stale = pick.one(
+        [one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"]
+    )
     company, key = pick.world.market.company(stale.symbol), STATED[stale.kind]
     year = int(stale.subject[2:])
     statement = next(
-        (one for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS) if one.fiscal_year == year),
+        (
+            one
+            for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS)
+            if one.fiscal_year == year
+        ),
         None,
     )
     if statement is None or stale.amount is None:
@@ -76,7 +82,9 @@ def contradiction(pick: Pick) -> Draft:
         answer=amount(value, statement.reported_currency),
         steps=[
             _search(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
-            step(("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{value}']),
+            step(
+                ("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{value}']
+            ),
         ],
         final=f"The figures were restated.\nAnswer: {value} {statement.reported_currency}",
         servers=(SEARCH, FINANCE),
@@ -106,11 +114,15 @@ def _contradicting_heads(pick: Pick) -> Draft:
 
 def restatement(pick: Pick) -> Draft:
     """By how much a figure was restated: the first from the news, the second from the data."""
-    stale = pick.one([one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"])
+    stale = pick.one(
+        [one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"]
+    )
     company, key = pick.world.market.company(stale.symbol), STATED[stale.kind]
     year = int(stale.subject[2:])
     first = pick.world.market.first_reported(company.symbol, year, "FY")
-    restated = [one for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS) if one.fiscal_year == year]
+    restated = [
+        one for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS) if one.fiscal_year == year
+    ]
     if not restated or first is None:
         raise Unsuitable
     old, new = figure_of(first, key), figure_of(restated[0], key)
@@ -154,4 +166,6 @@ def _search(pick: Pick, query: str, fact: Fact) -> Step:
     """A search that finds the page of a fact among its first results, which name the company's symbol of that time."""
     if all(hit.page.url != fact.url for hit in pick.world.corpus.search(query, NUM_RESULTS)):
         raise Unsuitable
-    return step(("tavily_search", {"query": query, "max_results": NUM_RESULTS}), evidence=[shown(fact.url), fact.value])
+    return step(
+        ("tavily_search", {"query": query, "max_results": NUM_RESULTS}), evidence=[shown(fact.url), fact.value]
+    )

@@ -49,7 +49,9 @@ def refusal(pick: Pick) -> Draft:
             raise Unsuitable
         day = (date.fromisoformat(first) - timedelta(days=1 + pick.random.randrange(200))).isoformat()
         question = f"What was the closing price of {company.name} on {day}?"
-        calls = step(("getFullChart", {"symbol": company.symbol, "from": day, "to": day}), evidence=[first], fails=True)
+        calls = step(
+            ("getFullChart", {"symbol": company.symbol, "from": day, "to": day}), evidence=[first], fails=True
+        )
     else:
         statements = market.income_statements(company.symbol, "FY", 1)
         year = (statements[0].fiscal_year if statements else 2024) + 1 + pick.random.randrange(2)
@@ -141,7 +143,7 @@ def _renamed(pick: Pick) -> Draft:
         raise Unsuitable
     figure = any_figure(pick, company)
     return Draft(
-        question=f"What is or was the {figure.name} of the company listed as {change.old_symbol}?",
+        question=f"Look up the {figure.name} of the company listed as {change.old_symbol}.",
         answer=figure.answer,
         steps=[
             step(("getQuote", {"symbol": change.old_symbol}), evidence=[change.new_symbol], fails=True),
@@ -168,7 +170,7 @@ def namesakes(pick: Pick) -> Draft:
     else:
         hint = f"not {other.short_name}"
     return Draft(
-        question=f"What is or was the {figure.name} of {company.name}, listed on {company.exchange} ({hint})?",
+        question=f"Look up the {figure.name} of {company.name}, listed on {company.exchange} ({hint}).",
         answer=figure.answer,
         steps=[
             step(("searchName", {"query": company.short_name.split()[0]}), evidence=[shown(company.symbol)]),
