@@ -1,5 +1,6 @@
 """Whether a trajectory has left its servers in the expected state."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -110,7 +111,9 @@ def matches_state(got: Any, expected: Any) -> bool:
         return _in_order(got, cast("Sequence[Any]", expected))
     if isinstance(expected, str):
         return isinstance(got, str) and got.strip() == expected.strip()
-    return got == expected and isinstance(got, bool) == isinstance(expected, bool)
+    if isinstance(got, bool) or isinstance(expected, bool) or not isinstance(got, int | float):
+        return got is expected
+    return isinstance(expected, int | float) and math.isclose(got, expected, rel_tol=1e-12)
 
 
 def _expected(task: Task) -> dict[str, Any]:
