@@ -19,7 +19,7 @@ def dataset_from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
     Arrow has one type per column: it would refuse answers that are numbers in one row and lists in another, and give every
     object the keys of all others. Columns that hold more than one plain type are therefore stored as JSON, which the
-    dataset decodes when a row is read (numbers of extreme size may lose their last digit).
+    dataset decodes when a row is read.
 
     Args:
         rows (`Sequence[Mapping[str, Any]]`):

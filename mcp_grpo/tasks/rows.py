@@ -1,5 +1,6 @@
 """Dataset rows as tasks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -174,9 +175,21 @@ def _task(row: Mapping[str, Any]) -> Task:
         tools=_names(row.get("tools")),
         max_turns=max_turns,
         difficulty=difficulty,
-        answer=row.get("answer"),
-        metadata={key: value for key, value in row.items() if key not in known},
+        answer=_settled(row.get("answer")),
+        metadata={key: _settled(value) for key, value in row.items() if key not in known},
     )
+
+
+def _settled(value: Any) -> Any:
+    """The value that was stored: `datasets` decodes some numbers of JSON with the last bit wrong, 0.304688 among them."""
+    if isinstance(value, float) and math.isfinite(value):
+        short = float(f"{value:.15g}")
+        return short if abs(short - value) <= 2 * math.ulp(value) else value
+    if isinstance(value, list):
+        return [_settled(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _settled(item) for key, item in cast("dict[str, Any]", value).items()}
+    return value
 
 
 def _messages(prompt: Any) -> tuple[Message, ...]:

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from helpers.attempts import attempt
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.rewards import answer_match, is_matched, matches_answer
 from mcp_grpo.rewards.answers import mentions_answer
-from rewards.attempts import attempt
 
 
 MILLIONS = {"type": "number", "value": 12.5, "unit": "million USD", "tolerance": 0.005}
@@ -284,7 +284,7 @@ def test_a_set_matches_in_any_order_and_a_list_in_one(items: list[str], random: 
         ({"type": ["number"]}, ["'number'"]),
         ({"type": "number", "value": "3"}, ["'3'", "`tolerance`"]),
         ({"type": "number", "value": 3, "tolerance": -1}, ["-1"]),
-        ({"type": "number", "value": 3, "tolerence": 1}, ["tolerence", "tolerance"]),
+        ({"type": "number", "value": 3, "tolerances": 1}, ["tolerances", "tolerance"]),
         ({"type": "date", "value": "5 March"}, ["5 March", "2024-03-05"]),
         ({"type": "date", "value": "2024-02-31"}, ["2024-02-31"]),
         ({"type": "name", "value": ""}, ["`aliases`"]),

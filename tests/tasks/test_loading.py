@@ -72,8 +72,8 @@ json_values = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(json_values, min_size=1, max_size=4))
 def test_any_json_survives_in_a_column(values: list[Any]) -> None:
-    rows = [{"task_id": str(number), "answer": value} for number, value in enumerate(values)]
-    kept = [row["answer"] for row in dataset_from_rows(rows)]
+    rows = [{"task_id": str(number), "prompt": "?", "answer": value} for number, value in enumerate(values)]
+    kept = [task.answer for task in tasks_from_rows(dataset_from_rows(rows))]
     assert kept == values
     assert [json.dumps(value) for value in kept] == [json.dumps(value) for value in values]
 
