@@ -144,6 +144,6 @@ def _bars(pick: Pick, company: Company, start: str, end: str, least: int) -> lis
     return bars
 
 
-def _chart(company: Company, start: str, end: str, bars: list[Bar]):  # noqa: ANN202 (see `step`)
+def _chart(company: Company, start: str, end: str, bars: list[Bar]):
     evidence = [f'["{bar.date}",{shown(bar.open / 100)}' for bar in (bars[0], bars[-1])]
     return step(("getFullChart", {"symbol": company.symbol, "from": start, "to": end}), evidence=evidence)
