@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 
 from datasets import Dataset
 from transformers import PretrainedConfig, ProcessorMixin
-from transformers.integrations import is_trackio_available
+from transformers.integrations.integration_utils import is_trackio_available
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -389,7 +389,7 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether the value head goes to the Hub with the model.",
         },
     )
-    report_to: None | str | list[str] = field(
+    report_to: str | list[str] | None = field(
         default=None,
         metadata={
             "help": "Trackers of Transformers, or `none`. If not given, `metrics.jsonl` in the output folder, and Trackio if "

@@ -126,9 +126,8 @@ class PublishingTrainer(ObjectiveTrainer):
         }
         if has_curves := any("reward" in entry for entry in history):
             plot_curves(history, panels, folder / CURVES_FILE)
-        kinds = {
-            name: Counter(map(str, rows[name])) for name in KINDS if name in (getattr(rows, "column_names", 0) or ())
-        }
+        columns = rows.column_names if isinstance(rows, Dataset) else ()
+        kinds = {name: Counter(map(str, cast(Any, rows)[name])) for name in KINDS if name in columns}
         return RunSummary(
             num_tasks=len(rows) if isinstance(rows, Dataset) else None,
             kinds={name: dict(sorted(counts.items())) for name, counts in kinds.items() if len(counts) <= MAX_KINDS},
