@@ -13,6 +13,7 @@ from datasets import Dataset
 from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from mcp_grpo._trl import tables_as_text
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.evaluation import Evaluation, comparison_rows
 from mcp_grpo.hub import (
@@ -213,6 +214,11 @@ class PublishingTrainer(ObjectiveTrainer):
             for name, values in trajectory_columns(self._trajectories).items():
                 self._pending_extra_logs[name].extend(values)
         return rewards
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """See [`~trl.GRPOTrainer`]."""
+        with tables_as_text():
+            super().log(logs, start_time)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)

@@ -153,7 +153,7 @@ def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: 
     assert {"prompt", "completion", "exact_answer", "advantage", "task_id", "calls", "turns", "stop_reason"} <= set(rows[0])
     called = [row for row in rows if row["calls"]]
     assert any(row["calls"] == 'add({"a": 2, "b": 3}) -> ok: 5' for row in called)
-    assert "tool" in json.dumps(called[0]["completion"])
+    assert [message["role"] for message in json.loads(called[0]["completion"])][:2] == ["assistant", "tool"]
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra `tracking`")
