@@ -59,7 +59,11 @@ def run_push(hub: LocalHub, folder: Path, model: str, push_value_head: bool) -> 
     # An absolute script and folder, as a scheduler would call it.
     command = [sys.executable, str(TESTS / "servers" / "push.py"), model, str(folder), str(push_value_head)]
     done = subprocess.run(
-        [*command, "--api-key", "canary-of-the-command-1705"], env=environment, capture_output=True, text=True, check=False
+        [*command, "--api-key", "canary-of-the-command-1705"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return Push(hub, folder, model, done.stdout + done.stderr)
@@ -73,9 +77,9 @@ def push(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> Any:
 
 def test_the_policy_its_template_and_its_card_are_pushed_and_so_is_the_last_checkpoint(push: Push) -> None:
     assert POLICY | {"curves.png", "mcp_grpo.json"} <= push.files.keys()
-    assert {f"last-checkpoint/{name}" for name in ("adapter_model.safetensors", "optimizer.pt", "trainer_state.json")} <= (
-        push.files.keys()
-    )
+    assert {
+        f"last-checkpoint/{name}" for name in ("adapter_model.safetensors", "optimizer.pt", "trainer_state.json")
+    } <= (push.files.keys())
     assert any("step 1" in commit for commit in push.hub.commits)
     assert push.hub.commits[-1] == "End of training"
     assert push.hub.tokens == {f"Bearer {CANARIES['CANARY_TOKEN']}"}
@@ -90,7 +94,13 @@ def test_nothing_private_is_pushed(push: Push) -> None:
         for value in private:
             assert value.encode() not in content, f"{name} holds {value}"
     names = {Path(name).name for name in push.files}
-    assert not names & {"training_args.bin", "calls.jsonl", "notes.txt", "reference.safetensors", "value_head.safetensors"}
+    assert not names & {
+        "training_args.bin",
+        "calls.jsonl",
+        "notes.txt",
+        "reference.safetensors",
+        "value_head.safetensors",
+    }
     assert not any("ref" in Path(name).parts or name.endswith(".parquet") for name in push.files)
 
 

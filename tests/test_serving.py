@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -73,7 +74,7 @@ def test_the_command_names_the_base_the_adapter_the_template_and_the_parser(
 ) -> None:
     words = shlex.split(serve_command(adapter))
     assert words[:3] == ["vllm", "serve", wide_adding_model]
-    options = dict(zip(words, words[1:], strict=False))
+    options = dict(pairwise(words))
     assert options["--lora-modules"] == f"sums={adapter}"
     assert options["--max-lora-rank"] == "8"
     assert options["--chat-template"] == str(adapter / "chat_template.jinja")
@@ -94,7 +95,9 @@ def test_an_export_is_one_model_with_the_adapter_in_it(adapter: Path, tmp_path: 
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gptoss"])  # its parser reads tokens, not text
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name != "gptoss"]
+)  # its parser reads tokens, not text
 def test_vllm_s_parser_reads_what_the_family_s_template_writes(family: str) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: TID251
     from vllm.tool_parsers import ToolParserManager  # noqa: TID251
@@ -178,7 +181,9 @@ def test_a_client_of_the_server_calls_a_real_tool_and_every_prompt_is_that_of_tr
     client = OpenAI(base_url=f"{served}/v1", api_key="none")
     history: list[Any] = [{"role": "user", "content": "2+3?"}]
     trained_on = list(renderer.prompt_ids(history, adding_tools))
-    assert tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    assert (
+        tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    )
 
     # `extra_body`: what vLLM returns beside the OpenAI API.
     settings: Any = {"model": "sums", "tools": adding_tools, "temperature": 0, "max_tokens": 200}
@@ -201,6 +206,8 @@ def test_a_client_of_the_server_calls_a_real_tool_and_every_prompt_is_that_of_tr
     ]
     sampled = list(first.choices[0].token_ids)
     trained_on += [*sampled, *renderer.suffix_ids([{"role": "tool", "name": "add", "content": answer}])]
-    assert tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    assert (
+        tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    )
     second = client.chat.completions.create(messages=history, **settings)
     assert second.choices[0].message.content in ("5", "6")

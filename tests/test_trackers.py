@@ -165,7 +165,9 @@ def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: 
     table = json.loads(tables[0].read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert len(rows) == 8
-    assert {"prompt", "completion", "exact_answer", "advantage", "task_id", "calls", "turns", "stop_reason"} <= set(rows[0])
+    assert {"prompt", "completion", "exact_answer", "advantage", "task_id", "calls", "turns", "stop_reason"} <= set(
+        rows[0]
+    )
     called = [row for row in rows if row["calls"]]
     assert any(row["calls"] == 'add({"a": 2, "b": 3}) -> ok: 5' for row in called)
     assert [message["role"] for message in json.loads(called[0]["completion"])][:2] == ["assistant", "tool"]

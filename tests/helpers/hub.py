@@ -117,7 +117,7 @@ def local_hub() -> Iterator[LocalHub]:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        hub.url = "http://127.0.0.1:{}".format(runner.addresses[0][1])
+        hub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
 
     def serve() -> None:
