@@ -49,3 +49,7 @@ class SamplerError(MCPGRPOError, RuntimeError):
 
 class HealthError(MCPGRPOError, RuntimeError):
     """A run that cannot learn, found by a health check with `strict_health=True`."""
+
+
+class PublishingError(MCPGRPOError, ValueError):
+    """Files that were not uploaded, because something private is in them."""
