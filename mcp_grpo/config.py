@@ -1,7 +1,7 @@
 """The settings of a run: TRL's, and a few of our own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset
@@ -43,13 +43,16 @@ COUNTS = (
     "value_learning_rate",
     "value_warmup_steps",
     "dynamic_sampling",
+    "first_phase_steps",
 )
+FIRST_PHASE = ("first_phase_temperature", "first_phase_turn_tokens")
 POSITIVE_OR_NONE = (
     "value_clip_range",
     "kl_target",
     "kl_hard_cap",
     "max_concurrent_trajectories",
     "batch_timeout",
+    *FIRST_PHASE,
 )
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
@@ -177,6 +180,14 @@ class MCPGRPOConfig(GRPOConfig):
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         strict_health (`bool`, *optional*, defaults to `False`):
             Whether signs that the run cannot learn stop it with an error, instead of a warning.
+        first_phase_steps (`int`, *optional*, defaults to `0`):
+            Steps at the start that are sampled in another way: by the two settings that follow. Ratios stay right: what
+            is sampled at a temperature is also scored and learnt from at that temperature.
+        first_phase_temperature (`float`, *optional*):
+            Temperature of sampling in the first phase. If `None`, `temperature`.
+        first_phase_turn_tokens (`int`, *optional*):
+            Tokens of one turn in the first phase. A turn that reaches them ends the trajectory, as one that reaches
+            `max_completion_length` does. If `None`, there is no such limit.
         rollout_ahead (`int`, *optional*, defaults to `0`):
             With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one update
             before; ratios are to that policy. Needs vLLM, on a server or in process without sleep mode. A run that is
@@ -455,6 +466,24 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
         },
     )
+    first_phase_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Steps at the start that are sampled in another way.",
+        },
+    )
+    first_phase_temperature: float | None = field(
+        default=None,
+        metadata={
+            "help": "Temperature of sampling in the first phase. If `None`, `temperature`.",
+        },
+    )
+    first_phase_turn_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of one turn in the first phase. A turn that reaches them ends the trajectory.",
+        },
+    )
     rollout_ahead: int = field(
         default=0,
         metadata={
@@ -526,6 +555,7 @@ class MCPGRPOConfig(GRPOConfig):
         self._check_schema_mask()
         self._check_advantages()
         self._check_guards()
+        self._check_first_phase()
 
     def _check_ranges(self) -> None:
         for name in FRACTIONS:
@@ -603,6 +633,15 @@ class MCPGRPOConfig(GRPOConfig):
         if self.bootstrap_steps and self.use_adaptive_entropy:
             raise SettingsError(
                 "`bootstrap_steps` and `use_adaptive_entropy` both set the weight of the entropy bonus. Use one of them."
+            )
+
+    def _check_first_phase(self) -> None:
+        given = [name for name in FIRST_PHASE if getattr(self, name) is not None]
+        if bool(given) != bool(self.first_phase_steps):
+            raise SettingsError(
+                f"`first_phase_steps` is {self.first_phase_steps}, and what is different in the first phase is "
+                f"{', '.join(f'`{name}`' for name in given) or 'nothing'}: one is of no use without the other. Set both, or "
+                "neither."
             )
 
     @property
@@ -723,6 +762,38 @@ class MCPGRPOConfig(GRPOConfig):
             timeout=self.trajectory_timeout,
         )
 
+    def temperature_at(self, step: int | None) -> float:
+        """
+        Temperature that a batch is sampled, scored and learnt from at.
+
+        Args:
+            step (`int`, *optional*):
+                The step it is for, from 0. `None` for what is not trained on.
+
+        Returns:
+            `float`: The temperature.
+        """
+        if step is None or step >= self.first_phase_steps or self.first_phase_temperature is None:
+            return self.temperature
+        return self.first_phase_temperature
+
+    def limits_at(self, step: int | None, limits: Limits) -> Limits:
+        """
+        Where the trajectories of a batch end at the latest.
+
+        Args:
+            step (`int`, *optional*):
+                The step it is for, from 0. `None` for what is not trained on.
+            limits ([`Limits`]):
+                The limits after the first phase.
+
+        Returns:
+            [`Limits`]: The limits of that step.
+        """
+        if step is None or step >= self.first_phase_steps:
+            return limits
+        return replace(limits, max_turn_tokens=self.first_phase_turn_tokens)
+
     def schedule(self, *, is_batch: bool, is_training: bool) -> Schedule:
         """
         How trajectories share their time.
@@ -759,6 +830,7 @@ NEEDS_SERVERS = (
     "ratio_gate_max",
     "dynamic_sampling",
     "strict_health",
+    "first_phase_steps",
     "rollout_ahead",
     "weight_sync",
     "weight_sync_tolerance",
@@ -862,9 +934,9 @@ def _refusals(
             'differ. Set `vllm_mode="server"` and start the server with `--tensor-parallel-size`.',
         ),
         (
-            args.use_vllm and args.constrained_decoding and args.temperature != 1,
-            f"`constrained_decoding` with vLLM needs `temperature=1.0`, got {args.temperature}: what a constraint cuts away "
-            "can only be told at that temperature.",
+            args.use_vllm and args.constrained_decoding and {args.temperature, args.temperature_at(0)} != {1},
+            f"`constrained_decoding` with vLLM needs `temperature=1.0`, got {args.temperature} (and {args.temperature_at(0)} at "
+            "the start): what a constraint cuts away can only be told at that temperature.",
         ),
         (
             bool(args.vllm_structured_outputs_regex),

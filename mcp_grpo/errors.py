@@ -49,3 +49,7 @@ class SamplerError(MCPGRPOError, RuntimeError):
 
 class HealthError(MCPGRPOError, RuntimeError):
     """A run that cannot learn, found by a health check with `strict_health=True`."""
+
+
+class OutOfMemoryError(MCPGRPOError, RuntimeError):
+    """A GPU without room for a phase of a training step."""
