@@ -357,6 +357,9 @@ class _SleepingLease:
         await asyncio.sleep(max(call.arguments["seconds"] for call in calls))
         return [ToolResult(text=ANSWER) for _ in calls]
 
+    async def states(self) -> dict[str, Any]:
+        return {}
+
 
 @dataclass(frozen=True)
 class SleepingPool:

@@ -142,7 +142,13 @@ def parse_arguments() -> Arguments:
     add("--repeats", type=int, default=1, help="of each cell of ours; the median is shown")
     add("--trl-max", type=int, help="trajectories that TRL's loop gets at most where tools take time")
     add("--trl-seconds", type=float, default=130.0, help="TRL's loop is left out where its tools alone take longer")
-    add("--parts", nargs="+", choices=["process", "server"], default=["process"], help="on the engine in process, a server")
+    add(
+        "--parts",
+        nargs="+",
+        choices=["process", "server"],
+        default=["process"],
+        help="on the engine in process, a server",
+    )
     add("--server-max", type=int, help="trajectories on the server at most")
     add("--eager", action="store_true", help="without graphs, which start faster and sample slower")
     add("--json", type=Path, help="file for all figures")

@@ -275,6 +275,8 @@ class Trajectory:
             Whether loss and baseline leave it out although it did not fail.
         queue_seconds (`float`, *optional*, defaults to `0.0`):
             How long it waited to be started, because enough others were under way.
+        states (`Mapping[str, Any]`, *optional*):
+            What it has left behind at the servers that have a `state_tool`, by their names; none if it was broken off.
 
     Example:
 
@@ -299,6 +301,7 @@ class Trajectory:
     num_rejected: int = 0
     left_out: bool = False
     queue_seconds: float = 0.0
+    states: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

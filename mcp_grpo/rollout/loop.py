@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -111,6 +112,8 @@ async def roll_out(
                         stop_reason = await attempt.run(lease)
                 finally:
                     seconds = time.monotonic() - start
+                if not stop_reason.is_failure:
+                    attempt.states = await lease.states()
             if scope.cancelled_caught:
                 stop_reason, attempt.error = cutoff.stop_reason, cutoff.error
     except ToolServerError as error:
@@ -135,6 +138,7 @@ class _Attempt:
     ) -> None:
         self.task = task
         self.error: str | None = None
+        self.states: dict[str, Any] = {}
         self._renderer = renderer
         self._generator = generator
         self._limits = limits
@@ -190,6 +194,7 @@ class _Attempt:
             error=self.error,
             vocabulary=self._renderer.vocabulary,
             num_rejected=self._num_rejected,
+            states=self.states,
         )
         if self._history and trajectory.prompt_ids + trajectory.completion_ids != self._history:
             raise RolloutError(

@@ -1,6 +1,8 @@
 """Tasks: what the policy is to do."""
 
+from mcp_grpo.tasks.importing import ImportReport, import_tasks
+from mcp_grpo.tasks.loading import load_tasks
 from mcp_grpo.tasks.rows import task_from_row, tasks_from_rows
 
 
-__all__ = ["task_from_row", "tasks_from_rows"]
+__all__ = ["ImportReport", "import_tasks", "load_tasks", "task_from_row", "tasks_from_rows"]

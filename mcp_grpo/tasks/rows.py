@@ -1,6 +1,7 @@
 """Dataset rows as tasks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
@@ -9,7 +10,12 @@ from mcp_grpo.types import Message, Task
 
 REQUIRED_COLUMNS = ("task_id", "prompt")
 OPTIONAL_COLUMNS = ("servers", "tools", "max_turns", "difficulty", "answer")
-_MAX_PROBLEMS = 20
+MAX_TURNS = {"easy": 5, "medium": 8, "hard": 10}
+"""Limit on turns for each of these difficulties, where a row sets none."""
+
+_MAX_PROBLEMS = 50  # that differ, in one message
+_MAX_ROWS = 5  # named for one problem
+_MAX_SHOWN = 200  # characters of a value in a message
 
 
 def task_from_row(row: Mapping[str, Any]) -> Task:
@@ -20,13 +26,14 @@ def task_from_row(row: Mapping[str, Any]) -> Task:
         row (`Mapping[str, Any]`):
             The row. `task_id` and `prompt` are required; `servers`, `tools`, `max_turns`, `difficulty` and `answer` are
             optional; every other column goes into the task's `metadata`. A prompt that is a string is one message of
-            the user.
+            the user. Where `max_turns` is not set, the difficulties `"easy"`, `"medium"` and `"hard"` set it to 5, 8 and
+            10.
 
     Returns:
         [`Task`]: The task.
 
     Raises:
-        [`TaskFormatError`]: If the row is not a task; the message names the column and what to do.
+        [`TaskFormatError`]: If the row is not a task; the message names the columns and what to do.
 
     Example:
 
@@ -34,32 +41,21 @@ def task_from_row(row: Mapping[str, Any]) -> Task:
     task_from_row({"task_id": "capital", "prompt": "What is the capital of France?", "answer": "Paris"})
     ```
     """
-    missing = [column for column in REQUIRED_COLUMNS if row.get(column) is None]
-    if missing:
-        raise TaskFormatError(
-            f"A task needs the columns `task_id` and `prompt`; this row has no {' and no '.join(map(repr, missing))}. "
-            f"Its columns are {sorted(row)}. Rename them with `dataset.rename_columns`, or add them with `dataset.map`."
-        )
-    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
-    return Task(
-        task_id=str(row["task_id"]),
-        prompt=_messages(row["prompt"]),
-        servers=_names(row, "servers"),
-        tools=_names(row, "tools"),
-        max_turns=_max_turns(row.get("max_turns")),
-        difficulty=row.get("difficulty"),
-        answer=row.get("answer"),
-        metadata={key: value for key, value in row.items() if key not in known},
-    )
+    problems = row_problems(row)
+    if problems:
+        raise TaskFormatError(" ".join(problems))
+    return _task(row)
 
 
-def tasks_from_rows(rows: Iterable[Any]) -> list[Task]:
+def tasks_from_rows(rows: Iterable[Any], *, name_row: Callable[[int], str] | None = None) -> list[Task]:
     """
     Read every row of a dataset, and report everything that is wrong with them at once.
 
     Args:
         rows (`Iterable[Mapping[str, Any]]`):
             The rows, such as a [`~datasets.Dataset`].
+        name_row (`Callable[[int], str]`, *optional*):
+            Names a row in a message by its index, such as `"line 3"`. By default it is `"row 2"`, counted from 0.
 
     Returns:
         `list[Task]`: One task per row.
@@ -67,60 +63,171 @@ def tasks_from_rows(rows: Iterable[Any]) -> list[Task]:
     Raises:
         [`TaskFormatError`]: If a row is not a task, or an id stands for two different tasks.
     """
+    tasks, problems = checked_tasks(rows, name_row=name_row)
+    refuse(problems, "the dataset")
+    return tasks
+
+
+def checked_tasks(
+    rows: Iterable[Any], *, name_row: Callable[[int], str] | None = None
+) -> tuple[list[Task], list[tuple[str, str]]]:
+    """
+    Read every row of a dataset that is a task, and say what is wrong with the others.
+
+    Args:
+        rows (`Iterable[Mapping[str, Any]]`):
+            The rows.
+        name_row (`Callable[[int], str]`, *optional*):
+            Names a row by its index.
+
+    Returns:
+        `tuple[list[Task], list[tuple[str, str]]]`: The tasks, and the name of a row with each of its problems.
+    """
+    name_row = name_row or (lambda number: f"row {number}")
     tasks: list[Task] = []
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     seen: dict[str, tuple[int, Task]] = {}
     for number, row in enumerate(rows):
-        try:
-            task = task_from_row(row)
-        except TaskFormatError as error:
-            problems.append(f"row {number}: {error}")
+        found = row_problems(row)
+        problems += [(name_row(number), problem) for problem in found]
+        if found:
             continue
+        task = _task(row)
         first, namesake = seen.setdefault(task.task_id, (number, task))
         if task != namesake:
-            problems.append(
-                f"row {number}: `task_id` {task.task_id!r} is that of row {first}, a different task. Give each its own."
-            )
+            problem = f"`task_id` {task.task_id!r} is that of {name_row(first)}, a different task. Give each its own."
+            problems.append((name_row(number), problem))
         tasks.append(task)
-    if problems:
-        shown = "\n".join(f"  - {problem}" for problem in problems[:_MAX_PROBLEMS])
-        more = f"\n  and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
-        raise TaskFormatError(f"{len(problems)} rows of the dataset are not tasks:\n{shown}{more}")
-    return tasks
+    return tasks, problems
+
+
+def refuse(problems: Sequence[tuple[str, str]], source: str) -> None:
+    """
+    Raise for all problems at once, if there are any.
+
+    Args:
+        problems (`Sequence[tuple[str, str]]`):
+            The name of a row with each of its problems. Rows with the same problem are named together.
+        source (`str`):
+            Where the rows come from, in words. Raises [`TaskFormatError`].
+    """
+    if not problems:
+        return
+    rows_of: dict[str, list[str]] = {}
+    for row, problem in problems:
+        rows_of.setdefault(problem, []).append(row)
+    lines = [f"  - {_together(rows)}: {problem}" for problem, rows in rows_of.items()]
+    more = f"\n  and {len(lines) - _MAX_PROBLEMS} more" if len(lines) > _MAX_PROBLEMS else ""
+    num_rows = len({row for row, _ in problems})
+    are = "row of {} is not a task" if num_rows == 1 else "rows of {} are not tasks"
+    raise TaskFormatError(f"{num_rows} {are.format(source)}:\n" + "\n".join(lines[:_MAX_PROBLEMS]) + more)
+
+
+def row_problems(row: Any) -> list[str]:
+    """
+    Everything that is wrong with a row.
+
+    Args:
+        row (`Any`):
+            The row.
+
+    Returns:
+        `list[str]`: A sentence or two for each problem, with what to do; none if the row is a task.
+    """
+    if not isinstance(row, Mapping):
+        return [f"A task is an object with the columns `task_id` and `prompt`, got {shown(row)}."]
+    columns = cast("Mapping[str, Any]", row)
+    problems: list[str] = []
+    missing = [column for column in REQUIRED_COLUMNS if columns.get(column) is None]
+    if missing:
+        problems.append(
+            f"A task needs the columns `task_id` and `prompt`; this row has no {' and no '.join(map(repr, missing))}. "
+            f"Its columns are {sorted(columns)}. Rename them with `dataset.rename_columns`, or add them with "
+            "`dataset.map`."
+        )
+    if "prompt" not in missing:
+        problems += _prompt_problems(columns["prompt"])
+    for column in ("servers", "tools"):
+        names = columns.get(column)
+        if names is not None and not _is_names(names):
+            problems.append(f"`{column}` must be a list of names, or `None` for all, got {shown(names)}.")
+    max_turns = columns.get("max_turns")
+    if max_turns is not None and (isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1):
+        problems.append(f"`max_turns` must be a whole number of at least 1, or `None`, got {shown(max_turns)}.")
+    return problems
+
+
+def shown(value: Any) -> str:
+    """A value, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _task(row: Mapping[str, Any]) -> Task:
+    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
+    difficulty, max_turns = row.get("difficulty"), row.get("max_turns")
+    if max_turns is None and isinstance(difficulty, str):
+        max_turns = MAX_TURNS.get(difficulty)
+    return Task(
+        task_id=str(row["task_id"]),
+        prompt=_messages(row["prompt"]),
+        servers=_names(row.get("servers")),
+        tools=_names(row.get("tools")),
+        max_turns=max_turns,
+        difficulty=difficulty,
+        answer=_settled(row.get("answer")),
+        metadata={key: _settled(value) for key, value in row.items() if key not in known},
+    )
+
+
+def _settled(value: Any) -> Any:
+    """The value that was stored: `datasets` decodes some numbers of JSON with the last bit wrong, 0.304688 among them."""
+    if isinstance(value, float) and math.isfinite(value):
+        short = float(f"{value:.15g}")
+        return short if abs(short - value) <= 2 * math.ulp(value) else value
+    if isinstance(value, list):
+        return [_settled(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _settled(item) for key, item in cast("dict[str, Any]", value).items()}
+    return value
 
 
 def _messages(prompt: Any) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
-    if not isinstance(prompt, list | tuple) or not prompt:
-        raise TaskFormatError(
-            f"`prompt` must be a string or a list of messages, got {prompt!r}. A message is "
-            '`{"role": "user", "content": "..."}`.'
-        )
-    messages = cast("Sequence[Any]", prompt)
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(cast("Message", message).get("role"), str):
-            raise TaskFormatError(
-                f'`prompt` holds {message!r}, which is not a message. A message is `{{"role": "user", "content": "..."}}`.'
-            )
-    if messages[-1]["role"] == "assistant":
-        raise TaskFormatError(
-            "`prompt` ends with an assistant message. End it with the user's: the policy comes next."
-        )
     # A dataset gives every message every key, and `None` to those it did not have.
-    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
+    return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
 
-def _names(row: Mapping[str, Any], column: str) -> tuple[str, ...] | None:
-    names = row.get(column)
-    if names is None:
-        return None
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TaskFormatError(f"`{column}` must be a list of names, or `None` for all, got {names!r}.")
-    return tuple(names)
+def _prompt_problems(prompt: Any) -> list[str]:
+    if isinstance(prompt, str):
+        return []
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return [
+            f"`prompt` must be a string or a list of messages, got {shown(cast('object', prompt))}. A message is "
+            '`{"role": "user", "content": "..."}`.'
+        ]
+    messages = cast("Sequence[Any]", prompt)
+    problems = [
+        f'`prompt` holds {shown(message)}, which is not a message. A message is `{{"role": "user", "content": "..."}}`.'
+        for message in messages
+        if not isinstance(message, Mapping) or not isinstance(cast("Message", message).get("role"), str)
+    ]
+    if not problems and messages[-1]["role"] == "assistant":
+        problems.append("`prompt` ends with an assistant message. End it with the user's: the policy comes next.")
+    return problems
 
 
-def _max_turns(value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise TaskFormatError(f"`max_turns` must be a whole number of at least 1, or `None`, got {value!r}.")
-    return value
+def _is_names(names: Any) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in cast("Sequence[Any]", names))
+
+
+def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)
+
+
+def _together(rows: Sequence[str]) -> str:
+    if len(rows) == 1:
+        return rows[0]
+    named = ", ".join(rows[:_MAX_ROWS])
+    return named + (f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else "")

@@ -8,8 +8,12 @@ one call:
 {"cassette": 1, "mcp_grpo": "0.1.0", "hash": "9f86...", "servers": {"weather": [{"name": "forecast", ...}]}}
 {"task": "t1", "attempt": 0, "call": 0, "server": "weather", "tool": "forecast", "arguments": {}, "result": {"text": "sun"}}
 ```
+
+A call of a `state_tool` also says what it came `after`: a hash of the trajectory's calls of that server that may have changed
+something. The first line then names the `state_tools`.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -39,6 +43,7 @@ MAX_SHOWN = 300  # characters of a call's arguments in a message
 
 Listed = Mapping[str, tuple[types.Tool, ...]]
 _Ask = Callable[[], Awaitable[ToolResult]]  # calls the server
+_Request = tuple[str, str, str, str | None]
 
 
 class Cassette:
@@ -55,7 +60,8 @@ class Cassette:
         mode (`str`):
             `"record"`: servers answer, and all is written to a new file. `"replay"`: the file answers, and each trajectory
             must make the calls that were recorded, in that order. `"match"`: the file answers calls of the same tool with
-            the same arguments, whoever makes them; several answers are played in their order, and the last is repeated.
+            the same arguments, whoever makes them; several answers are played in their order, and the last is repeated. A
+            state is that of a trajectory that made the same calls of that server, those that only read left out.
             `"cache"`: servers answer, but a tool of a shared server that says that it changes nothing (`readOnlyHint`) is
             not asked the same thing twice, in this run or in a later one with the same file.
 
@@ -79,8 +85,8 @@ class Cassette:
         self._is_torn = False
         self._size = 0  # without what is torn
         self._in_order: dict[tuple[str, int, int], tuple[_Call, ToolResult]] = {}
-        self._by_request: dict[tuple[str, str, str], deque[ToolResult]] = {}
-        self._asking: dict[tuple[str, str, str], anyio.Event] = {}
+        self._by_request: dict[_Request, deque[ToolResult]] = {}
+        self._asking: dict[_Request, anyio.Event] = {}
         if mode == "record":
             self._refuse_to_overwrite()
         elif mode != "cache" or _is_filled(self.path):
@@ -115,6 +121,11 @@ class Cassette:
         """The tools of each server at the time of the recording; none for a file that is still to be made."""
         return dict(self._header.servers) if self._header is not None else {}
 
+    @property
+    def state_tools(self) -> dict[str, str]:
+        """The `state_tool` of each server that had one at the time of the recording."""
+        return dict(self._header.state_tools) if self._header is not None else {}
+
     def open(self, listed: Listed, configs: Iterable[ServerConfig], catalog_hash: str) -> None:
         """
         Make ready for the calls of a run.
@@ -126,10 +137,13 @@ class Cassette:
                 The servers, for their secrets. When the file answers they may be left out; arguments are then looked up
                 as they are.
             catalog_hash (`str`):
-                What [`Catalog.hash`] says of the tools. Raises [`CassetteError`] if a cache was made with other tools.
+                What [`Catalog.hash`] says of the tools. Raises [`CassetteError`] if a cache was made with other tools, or a
+                recording without a `state_tool` that a server has now.
         """
+        configs = tuple(configs)
         self._configs = {config.name: config for config in configs}
         if not self.needs_servers:
+            self._refuse_without_states()
             return
         if self.mode == "record":
             self._refuse_to_overwrite()
@@ -140,7 +154,8 @@ class Cassette:
             )
         self._file = self._opened()
         if self._header is None:
-            self._header = _Header(hash=catalog_hash, servers=dict(listed))
+            state_tools = {config.name: config.state_tool for config in configs if config.state_tool is not None}
+            self._header = _Header(hash=catalog_hash, servers=dict(listed), state_tools=state_tools)
             self._write(self._header.as_json())
 
     def seat(self, server: str, seat: Seat | None, task_id: str, attempt: int, counter: Iterator[int]) -> Seat:
@@ -163,7 +178,10 @@ class Cassette:
             [`Seat`]: What the trajectory calls.
         """
 
+        state_tool, changes = self.state_tools.get(server), hashlib.sha256()
+
         async def answer(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+            is_state = tool.tool == state_tool
             call = _Call(
                 task=task_id,
                 attempt=attempt,
@@ -171,7 +189,10 @@ class Cassette:
                 server=server,
                 tool=tool.tool,
                 arguments=self._hide_secrets(server, dict(arguments)),
+                after=changes.hexdigest() if is_state else None,
             )
+            if not tool.is_read_only:
+                changes.update(json.dumps(call.request).encode())
 
             def ask() -> Awaitable[ToolResult]:
                 assert seat is not None
@@ -228,6 +249,10 @@ class Cassette:
 
     def _matched(self, call: "_Call") -> ToolResult:
         results = self._by_request.get(call.request)
+        if results is None and call.after is not None:
+            return self._without_answer(
+                call, "no trajectory in it made the same calls of that server. Record such a one."
+            )
         if results is None:
             others = sum(request[:2] == call.request[:2] for request in self._by_request)
             return self._without_answer(call, f"it has that tool with {others} other arguments. Record such a call.")
@@ -263,7 +288,7 @@ class Cassette:
             text=self._hide_secrets(call.server, result.text),
             structured=self._hide_secrets(call.server, result.structured),
         )
-        self._write(asdict(call) | {"result": _result_as_json(hidden)})
+        self._write(call.as_json() | {"result": _result_as_json(hidden)})
 
     def _write(self, content: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -289,6 +314,18 @@ class Cassette:
                 f"There is a recording {str(self.path)!r} already. Delete it, name another file, or play it with mode "
                 f"'replay' or 'match'."
             )
+
+    def _refuse_without_states(self) -> None:
+        for name, config in self._configs.items():
+            if (
+                config.state_tool is not None
+                and name in self.listed
+                and config.state_tool != self.state_tools.get(name)
+            ):
+                raise CassetteError(
+                    f"The recording {str(self.path)!r} was made without the `state_tool` {config.state_tool!r} of server "
+                    f"{name!r}. Record anew, or leave the option out."
+                )
 
     def _read(self) -> None:
         try:
@@ -355,13 +392,15 @@ class _Header:
 
     hash: str
     servers: dict[str, tuple[types.Tool, ...]]
+    state_tools: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
         servers = {
             server: [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in tools]
             for server, tools in self.servers.items()
         }
-        return {"cassette": VERSIONS[-1], "mcp_grpo": version("mcp-grpo"), "hash": self.hash, "servers": servers}
+        header = {"cassette": VERSIONS[-1], "mcp_grpo": version("mcp-grpo"), "hash": self.hash, "servers": servers}
+        return header | ({"state_tools": self.state_tools} if self.state_tools else {})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "_Header":
@@ -369,7 +408,7 @@ class _Header:
             server: tuple(types.Tool.model_validate(tool) for tool in tools)
             for server, tools in content["servers"].items()
         }
-        return cls(hash=content["hash"], servers=servers)
+        return cls(hash=content["hash"], servers=servers, state_tools=dict(content.get("state_tools", {})))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +421,13 @@ class _Call:
     server: str
     tool: str
     arguments: dict[str, Any]
+    after: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        if self.after is None:
+            del content["after"]
+        return content
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -389,9 +435,9 @@ class _Call:
         return self.task, self.attempt, self.call
 
     @property
-    def request(self) -> tuple[str, str, str]:
+    def request(self) -> _Request:
         """What it asks for."""
-        return self.server, self.tool, json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)
+        return self.server, self.tool, json.dumps(self.arguments, sort_keys=True, ensure_ascii=False), self.after
 
     @property
     def shown(self) -> str:

@@ -243,13 +243,14 @@ def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[t
             All tools it has.
 
     Returns:
-        `tuple[mcp.types.Tool, ...]`: Those in `allowed_tools`, without the `reset_tool`.
+        `tuple[mcp.types.Tool, ...]`: Those in `allowed_tools`, without the `reset_tool` and the `state_tool`.
     """
     names = [tool.name for tool in listed]
     named = {
         "allowed_tools": config.allowed_tools or (),
         "idempotent_tools": config.idempotent_tools,
         "reset_tool": () if config.reset_tool is None else (config.reset_tool,),
+        "state_tool": () if config.state_tool is None else (config.state_tool,),
     }
     for option, wanted in named.items():
         for name in wanted:
@@ -259,7 +260,8 @@ def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[t
                     f"Its tools are {nearest_first(name, names)}."
                 )
     allowed = names if config.allowed_tools is None else config.allowed_tools
-    offered = tuple(tool for tool in listed if tool.name in allowed and tool.name != config.reset_tool)
+    hidden = (config.reset_tool, config.state_tool)
+    offered = tuple(tool for tool in listed if tool.name in allowed and tool.name not in hidden)
     arguments = dict.fromkeys(argument for tool in offered for argument in properties(tool.input_schema))
     for alias, argument in config.argument_aliases.items():
         if argument not in arguments:

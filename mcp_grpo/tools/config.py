@@ -64,6 +64,10 @@ class ServerConfig:
         reset_tool (`str`, *optional*):
             A tool that makes the server forget the trajectory, called without arguments when it ends. With `"exclusive"`
             the session then serves the next one, instead of being ended. The policy is not offered it.
+        state_tool (`str`, *optional*):
+            A tool that changes nothing and says what a trajectory has left behind, as JSON. It is called without arguments
+            when a trajectory has ended, before anything is reset, and what it says is in [`Trajectory.states`] for
+            reward functions. The policy is not offered it. Not with `"shared"`.
         call_timeout (`float`, *optional*, defaults to `30.0`):
             Deadline of one tool call, in seconds. Waiting for one of the `max_inflight` places does not count.
         connect_timeout (`float`, *optional*, defaults to `60.0`):
@@ -105,6 +109,7 @@ class ServerConfig:
     pool_size: int | None = None
     spares: int = 2
     reset_tool: str | None = None
+    state_tool: str | None = None
     call_timeout: float = 30.0
     connect_timeout: float = 60.0
     max_inflight: int = 8
@@ -153,7 +158,8 @@ class ServerConfig:
         if type(self.coerce_arguments) is not bool:
             self._refuse("coerce_arguments", "must be true or false", self.coerce_arguments)
         self._check_patterns()
-        self._check_reset_tool()
+        for option in ("reset_tool", "state_tool"):
+            self._check_hidden_tool(option, getattr(self, option))
 
     def _check_numbers(self) -> None:
         for option in ("call_timeout", "connect_timeout"):
@@ -177,15 +183,15 @@ class ServerConfig:
                     f"Put a backslash before what is meant literally."
                 ) from error
 
-    def _check_reset_tool(self) -> None:
-        if self.reset_tool is None:
+    def _check_hidden_tool(self, option: str, value: str | None) -> None:
+        if value is None:
             return
-        if not is_texts([self.reset_tool]) or not self.reset_tool:
-            self._refuse("reset_tool", "must be the name of a tool", self.reset_tool)
+        if not is_texts([value]) or not value:
+            self._refuse(option, "must be the name of a tool", value)
         if self.isolation == "shared":
             raise ServerConfigError(
-                f"`reset_tool` of server {self.name!r} is of no use with isolation 'shared': no session belongs to one "
-                f"trajectory. Set `isolation` to 'exclusive' or 'meta', or leave `reset_tool` out."
+                f"`{option}` of server {self.name!r} is of no use with isolation 'shared': no session belongs to one "
+                f"trajectory. Set `isolation` to 'exclusive' or 'meta', or leave `{option}` out."
             )
 
     def _refuse(self, option: str, rule: str, value: object) -> None:
@@ -264,6 +270,7 @@ OPTIONS = (
     "pool_size",
     "spares",
     "reset_tool",
+    "state_tool",
     "call_timeout",
     "connect_timeout",
     "max_inflight",

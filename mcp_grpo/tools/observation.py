@@ -27,11 +27,13 @@ from mcp_grpo.tools.http import TRANSPORT
 from mcp_grpo.types import ResultKind, ToolResult
 
 
+OUTAGE = "mcp_grpo/outage"
+"""In `_meta` of an error: what the server itself relies on has failed, so that the policy is not to blame."""
 NO_MESSAGE = "The tool reported an error without saying which."
 _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydantic\.dev/\S+")
 
 
-def observed(result: CallToolResult, *, config: ServerConfig, seconds: float) -> ToolResult:
+def observed(result: CallToolResult, *, config: ServerConfig, tool: str, seconds: float) -> ToolResult:
     """
     The tool result in a server's reply.
 
@@ -40,6 +42,8 @@ def observed(result: CallToolResult, *, config: ServerConfig, seconds: float) ->
             The reply.
         config ([`ServerConfig`]):
             The server, for its secrets, which are hidden, and for how its errors look.
+        tool (`str`):
+            Name of the tool on the server.
         seconds (`float`):
             How long it took.
 
@@ -53,8 +57,10 @@ def observed(result: CallToolResult, *, config: ServerConfig, seconds: float) ->
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = "\n".join(parts)
     kind = ResultKind.OK
-    if result.is_error or any(regex.search(text) for regex in config.error_regexes):
-        kind = ResultKind.TOOL_ERROR
+    # A state may well quote what the policy wrote, errors included.
+    patterns = () if tool == config.state_tool else config.error_regexes
+    if result.is_error or any(regex.search(text) for regex in patterns):
+        kind = ResultKind.SERVER_ERROR if (result.meta or {}).get(OUTAGE) else ResultKind.TOOL_ERROR
         text = _DOCS_LINK.sub("", text) or NO_MESSAGE
     return ToolResult(
         text=config.hide_secrets(text),

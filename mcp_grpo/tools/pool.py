@@ -1,11 +1,12 @@
 """The open servers of a run, and one trajectory's use of them."""
 
 import itertools
+import json
 import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +29,8 @@ from mcp_grpo.types import ResultKind, Task, ToolCall, ToolResult
 
 
 logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 100  # characters of a state that is none, in a message
 
 
 class ToolPool:
@@ -58,6 +61,7 @@ class ToolPool:
         self.configs = () if servers is None and self._is_replayed else load_servers(servers or {})
         self._num_leases: Counter[str] = Counter()  # by task, for the recording
         self._catalog: Catalog | None = None
+        self._state_tools: Mapping[str, Tool] = {}
         self._servers: dict[str, OpenServer] = {}
         self._tasks: TaskGroup | None = None
         self._connections: httpx2.AsyncHTTPTransport | None = None
@@ -75,9 +79,11 @@ class ToolPool:
         self._tasks = await anyio.create_task_group().__aenter__()
         try:
             if self._cassette is not None and self._is_replayed:
-                listed = self._cassette.listed
+                listed, state_tools = self._cassette.listed, self._cassette.state_tools
             else:
                 listed = await self._open_all(self._tasks)
+                state_tools = {config.name: config.state_tool for config in self.configs if config.state_tool}
+            self._state_tools = {server: _state_tool(server, name) for server, name in state_tools.items()}
             self._catalog = Catalog.from_servers(listed, self.configs)
             if self._cassette is not None:
                 self._cassette.open(listed, self.configs, self._catalog.hash)
@@ -124,7 +130,7 @@ class ToolPool:
         """
         tools = self.catalog.tools_for(task)
         async with self._seats({tool.server for tool in tools}, task.task_id) as seats:
-            yield Lease(tools, seats)
+            yield Lease(tools, seats, self._state_tools)
 
     @asynccontextmanager
     async def _seats(self, servers: Collection[str], task_id: str) -> AsyncGenerator[dict[str, Seat], None]:
@@ -198,12 +204,17 @@ class Lease:
             The only tools the trajectory may call.
         seats (`Mapping[str, Seat]`):
             Where calls go, for each server of these tools.
+        state_tools (`Mapping[str, Tool]`, *optional*):
+            By the names of servers, the tool that says what the trajectory has left behind there.
     """
 
-    def __init__(self, tools: tuple[Tool, ...], seats: Mapping[str, Seat]) -> None:
+    def __init__(
+        self, tools: tuple[Tool, ...], seats: Mapping[str, Seat], state_tools: Mapping[str, Tool] | None = None
+    ) -> None:
         self.tools = tools
         self._by_name = {tool.name: tool for tool in tools}
         self._seats = seats
+        self._state_tools = state_tools or {}
 
     async def call(self, call: ToolCall) -> ToolResult:
         """
@@ -225,17 +236,14 @@ class Lease:
         if not isinstance(arguments, Mapping):
             text = f"the arguments must be an object, got {type(arguments).__name__}; {tool.usage}"
             return ToolResult(text=text, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
-        try:
-            prepared = tool.prepare(call.arguments)
-            if prepared.refusal is not None:
-                return ToolResult(text=prepared.refusal, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
-            result = await self._seats[tool.server].call(tool, prepared.arguments)
-            return with_repairs(result, prepared.repairs)
-        except ToolServerError as error:
-            return _failed(error, tool.server)
-        except Exception as error:  # a bug of ours, or of a library; it must not take the other trajectories down
-            logger.exception("Calling %r failed in a way that was not foreseen.", call.name)
-            return _failed(ToolServerError(f"{type(error).__name__}: {error}"), tool.server)
+        return await _caught(tool, self._call(tool, call.arguments))
+
+    async def _call(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+        prepared = tool.prepare(arguments)
+        if prepared.refusal is not None:
+            return ToolResult(text=prepared.refusal, kind=ResultKind.INVALID_ARGUMENTS, server=tool.server)
+        result = await self._seats[tool.server].call(tool, prepared.arguments)
+        return with_repairs(result, prepared.repairs)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """
@@ -259,6 +267,55 @@ class Lease:
             for index, call in enumerate(calls):
                 tasks.start_soon(run, index, call)
         return [results[index] for index in range(len(calls))]
+
+    async def states(self) -> dict[str, Any]:
+        """
+        Ask what the trajectory has left behind. To be called once, when it has ended.
+
+        Returns:
+            `dict[str, Any]`: What each server with a `state_tool` says, by the server's name. Raises [`ToolServerError`]
+            if one of them does not say it, or not in JSON.
+        """
+        states: dict[str, Any] = {}
+        for server, seat in self._seats.items():
+            if (tool := self._state_tools.get(server)) is not None:
+                states[server] = _state(tool, await _caught(tool, seat.call(tool, {})))
+        return states
+
+
+async def _caught(tool: Tool, answer: Awaitable[ToolResult]) -> ToolResult:
+    try:
+        return await answer
+    except ToolServerError as error:
+        return _failed(error, tool.server)
+    except Exception as error:  # a bug of ours, or of a library; it must not take the other trajectories down
+        logger.exception("Calling %r failed in a way that was not foreseen.", tool.name)
+        return _failed(ToolServerError(f"{type(error).__name__}: {error}"), tool.server)
+
+
+def _state_tool(server: str, name: str) -> Tool:
+    return Tool(
+        name=name,
+        server=server,
+        tool=name,
+        description="",
+        input_schema={"type": "object"},
+        is_read_only=True,
+        is_repeatable=True,
+    )
+
+
+def _state(tool: Tool, result: ToolResult) -> Any:
+    failed = f"The `state_tool` {tool.tool!r} of server {tool.server!r}"
+    if result.is_error:
+        raise ToolServerError(f"{failed} failed: {result.text}")
+    try:
+        return json.loads(result.text)
+    except ValueError as error:
+        raise ToolServerError(
+            f"{failed} must answer with JSON, got {result.text[:MAX_SHOWN]!r}: {error}. Mend the server, or name another "
+            f"tool."
+        ) from error
 
 
 def _failed(error: ToolServerError, server: str | None) -> ToolResult:

@@ -223,7 +223,7 @@ class Session:
         if exchange.outcome is None or _is_timeout(exchange.outcome, seconds, timeout):
             return self._timed_out(timeout, seconds, since=start)
         self.num_abandoned -= 1
-        result = self._as_result(exchange.outcome, seconds)
+        result = self._as_result(name, exchange.outcome, seconds)
         if result is None:
             return await self._broken_off(seconds)
         self._note(result)
@@ -285,12 +285,12 @@ class Session:
             self.ended.set()
         return self._result(f"The server did not answer within {timeout:g} s.", ResultKind.TIMEOUT, seconds)
 
-    def _as_result(self, outcome: types.CallToolResult | Exception, seconds: float) -> ToolResult | None:
+    def _as_result(self, tool: str, outcome: types.CallToolResult | Exception, seconds: float) -> ToolResult | None:
         """What the outcome is to the policy; `None` if the session ended first."""
         match outcome:
             case types.CallToolResult():
                 self.has_answered = True
-                return observed(outcome, config=self._config, seconds=seconds)
+                return observed(outcome, config=self._config, tool=tool, seconds=seconds)
             case MCPError() if self._http is not None and is_unsent(outcome):
                 # Nothing listens there any more. Whoever opens the next session waits until something does.
                 self.is_unreachable = True

@@ -292,7 +292,7 @@ async def test_an_outage_is_marked_and_a_refusal_is_not() -> None:
     async with ToolPool({"acme": server}) as pool:
         results = [await pool.call(ToolCall(name="fail", arguments={"is_outage": one})) for one in (True, False)]
     assert [result.text for result in results] == ["Acme is closed."] * 2
-    assert results[1].kind is ResultKind.TOOL_ERROR
+    assert [result.kind for result in results] == [ResultKind.SERVER_ERROR, ResultKind.TOOL_ERROR]
 
 
 def test_a_vendor_error_is_one_of_the_library_and_one_of_a_tool() -> None:

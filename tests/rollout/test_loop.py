@@ -6,18 +6,20 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.policies import ScriptedGenerator
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from mcp_grpo.errors import CatalogError, RolloutError, ToolServerError
 from mcp_grpo.rollout import Generation, Limits, Renderer, RolloutEngine, Sampling, roll_out
-from mcp_grpo.tools import Lease, ToolPool
+from mcp_grpo.tools import Cassette, Lease, ServerConfig, ToolPool
+from mcp_grpo.tools.isolation import TRAJECTORY_ID
 from mcp_grpo.types import ResultKind, StopReason, Task, Trajectory
 
 
@@ -482,3 +484,85 @@ async def test_sampling_under_a_constraint_that_nobody_asked_for_is_an_error(poo
     generator = Constrained(TOKENIZER, ["5<|im_end|>"])
     with pytest.raises(RolloutError, match="under a constraint though none was asked for"):
         await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=LIMITS)
+
+
+class Ledger(MCPServer):
+    """A server that keeps what each trajectory wrote, and says so when asked by its state tool."""
+
+    def __init__(self, *, is_broken: bool = False) -> None:
+        super().__init__("ledger", log_level="ERROR")
+        self.entries: dict[str, list[str]] = {}
+        self.num_asked = 0
+
+        @self.tool()
+        async def write(text: str, ctx: Context) -> str:
+            """Write a line."""
+            self.entries.setdefault(self.trajectory(ctx), []).append(text)
+            return "written"
+
+        @self.tool()
+        async def crash(ctx: Context) -> str:
+            """Takes for ever."""
+            await anyio.sleep_forever()
+            return ""
+
+        @self.tool()
+        async def state(ctx: Context) -> str:
+            """What was written."""
+            self.num_asked += 1
+            return "not JSON" if is_broken else json.dumps({"lines": self.entries.get(self.trajectory(ctx), [])})
+
+    def trajectory(self, ctx: Context) -> str:
+        meta = ctx.request_context.meta or {}
+        return str(meta[TRAJECTORY_ID])
+
+    @property
+    def config(self) -> ServerConfig:
+        options = {"isolation": "meta", "state_tool": "state", "call_timeout": 0.5}
+        return ServerConfig(name="ledger", transport="in_process", server=self, **options)
+
+
+class TestStates:
+    @pytest.mark.parametrize(
+        ("turns", "limits", "stop_reason"),
+        [
+            ((said(call("write", text="a")), ANSWER), LIMITS, StopReason.ANSWERED),
+            ((said(call("write", text="a")),), replace(LIMITS, max_turns=1), StopReason.MAX_TURNS),
+            (
+                (said(call("write", text="a")), ANSWER),
+                replace(LIMITS, max_completion_length=60),
+                StopReason.MAX_TOKENS,
+            ),
+        ],
+    )
+    async def test_a_trajectory_that_ended_has_the_states_of_its_servers(
+        self, turns: tuple[str, ...], limits: Limits, stop_reason: StopReason
+    ) -> None:
+        async with ToolPool([Ledger().config]) as pool:
+            trajectory = await play(pool, *turns, limits=limits)
+        assert trajectory.stop_reason is stop_reason
+        assert trajectory.states == {"ledger": {"lines": ["a"]}}
+
+    async def test_a_server_that_failed_is_not_asked(self) -> None:
+        ledger = Ledger()
+        async with ToolPool([ledger.config]) as pool:
+            trajectory = await play(pool, said(call("crash")), ANSWER)
+        assert trajectory.stop_reason is StopReason.SERVER_FAILED
+        assert (trajectory.states, ledger.num_asked) == ({}, 0)
+
+    async def test_a_state_that_cannot_be_read_is_our_fault(self) -> None:
+        async with ToolPool([Ledger(is_broken=True).config]) as pool:
+            trajectory = await play(pool, ANSWER)
+        assert trajectory.stop_reason is StopReason.SERVER_FAILED
+        assert not trajectory.is_learnt_from
+        assert "'state'" in (trajectory.error or "")
+        assert "'not JSON'" in (trajectory.error or "")
+        assert trajectory.states == {}
+
+    async def test_a_replayed_rollout_has_the_same_states_without_servers(self, tmp_path: Path) -> None:
+        path, turns = tmp_path / "calls.jsonl", (said(call("write", text="a"), call("write", text="b")), ANSWER)
+        async with ToolPool([Ledger().config], cassette=Cassette(path, "record")) as pool:
+            first = await play(pool, *turns)
+        async with ToolPool(None, cassette=Cassette(path, "replay")) as pool:
+            again = await play(pool, *turns)
+        assert again.states == first.states == {"ledger": {"lines": ["a", "b"]}}

@@ -68,3 +68,23 @@ def test_every_bad_row_is_reported_with_its_number() -> None:
 
 def test_a_task_may_stand_in_a_dataset_more_than_once() -> None:
     assert len(tasks_from_rows([ROW, dict(ROW)])) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "max_turns"),
+    [
+        ({"difficulty": "easy"}, 5),
+        ({"difficulty": "medium"}, 8),
+        ({"difficulty": "hard", "max_turns": None}, 10),
+        ({"difficulty": "hard", "max_turns": 3}, 3),
+        ({"difficulty": "two calls"}, None),
+        ({}, None),
+    ],
+)
+def test_the_difficulty_limits_turns_where_the_row_does_not(columns: dict, max_turns: int | None) -> None:
+    assert task_from_row({**ROW, **columns}).max_turns == max_turns
+
+
+def test_all_problems_of_a_row_are_reported() -> None:
+    with pytest.raises(TaskFormatError, match=r"`servers`.*`max_turns`"):
+        task_from_row({**ROW, "servers": "desk", "max_turns": 0})

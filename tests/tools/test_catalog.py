@@ -110,6 +110,7 @@ def test_only_allowed_tools_are_offered_and_never_the_one_that_resets() -> None:
         ({"allowed_tools": ("read", "serch")}, ["`allowed_tools`", "'s'", "'serch'", "are `search`, `read`"]),
         ({"idempotent_tools": ("serch",)}, ["`idempotent_tools`", "'serch'", "are `search`, `read`"]),
         ({"reset_tool": "rest", "isolation": "meta"}, ["`reset_tool`", "'rest'", "are `read`, `search`"]),
+        ({"state_tool": "stat", "isolation": "meta"}, ["`state_tool`", "'stat'", "`read`"]),
         ({"argument_aliases": {"town": "citi"}}, ["`argument_aliases`", "'town'", "'citi'", "are `city`, `days`"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -22,7 +22,7 @@ SERVER = ServerConfig(name="s", transport="stdio", command="server")
 
 def seen(*content: object, config: ServerConfig = SERVER, **fields: object) -> ToolResult:
     result = CallToolResult.model_validate({"content": list(content), **fields})
-    return observed(result, config=config, seconds=0.5)
+    return observed(result, config=config, tool="look", seconds=0.5)
 
 
 def text_of(*content: object, **fields: object) -> str:

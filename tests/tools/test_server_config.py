@@ -173,6 +173,8 @@ def test_disabled_servers_are_skipped() -> None:
         (STDIO | {"x-mcp-grpo": {"idempotent_tools": [1]}}, ["`idempotent_tools`", "1"]),
         (STDIO | {"x-mcp-grpo": {"reset_tool": ""}}, ["`reset_tool`", "''"]),
         (STDIO | {"x-mcp-grpo": {"reset_tool": "reset"}}, ["`reset_tool`", "'shared'", "'exclusive'"]),
+        (STDIO | {"x-mcp-grpo": {"state_tool": 3, "isolation": "meta"}}, ["`state_tool`", "3"]),
+        (STDIO | {"x-mcp-grpo": {"state_tool": "state"}}, ["`state_tool`", "'shared'", "'exclusive'"]),
         (STDIO | {"x-mcp-grpo": {"argument_aliases": ["code"]}}, ["`argument_aliases`", "'code'", "python_code"]),
         (STDIO | {"x-mcp-grpo": {"argument_aliases": {"n": 1}}}, ["`argument_aliases`", "'n': 1"]),
         (STDIO | {"x-mcp-grpo": {"coerce_arguments": "yes"}}, ["`coerce_arguments`", "'yes'", "true or false"]),

@@ -3,7 +3,7 @@
 from mcp_grpo.servers.serving import parser, refuse, serve
 from mcp_grpo.servers.slack.embedded import EmbeddedSlack
 from mcp_grpo.servers.slack.server import slack_server
-from mcp_grpo.servers.slack.workspace import COMPANIES, Workspace
+from mcp_grpo.servers.slack.workspace import Workspace
 
 
 def main() -> None:
@@ -11,9 +11,6 @@ def main() -> None:
     options = parser("slack", "Slack: read channels and threads, post, reply, react.")
     options.add_argument("--backend", choices=("embedded", "live"), default="embedded", help="where messages are")
     options.add_argument("--seed", type=int, default=0, help="which invented workspace, with --backend embedded")
-    options.add_argument(
-        "--companies", nargs="+", metavar="NAME", help="companies that the invented workspace talks about"
-    )
     chosen = options.parse_args()
     try:
         if chosen.backend == "live":
@@ -21,7 +18,7 @@ def main() -> None:
 
             backend = LiveSlack()
         else:
-            backend = EmbeddedSlack(Workspace(chosen.seed, chosen.companies or COMPANIES))
+            backend = EmbeddedSlack(Workspace(chosen.seed))
     except ValueError as error:
         refuse(str(error))
     serve(slack_server(backend), chosen)

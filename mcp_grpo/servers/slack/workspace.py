@@ -8,33 +8,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.servers.world.market import Market
 
 
 NOW = int(datetime(2025, 6, 30, 17, tzinfo=UTC).timestamp())
 """When a trajectory begins, in Unix seconds; everything that is in the workspace was written before."""
-
-COMPANIES = (
-    "Aldermoor Foods",
-    "Aldermore Systems",
-    "Brightwater Utilities",
-    "Castellan Insurance",
-    "Corvane Robotics",
-    "Dunmere Shipping",
-    "Eastlight Media",
-    "Fennick Pharma",
-    "Fennwick Farms",
-    "Graywick Steel",
-    "Halvorsen Paper",
-    "Ironvale Mining",
-    "Juniper Cross Hotels",
-    "Kestrel Optics",
-    "Larkfield Energy",
-    "Marrowstone Capital",
-    "Northgate Rail",
-    "Orchard Peak Software",
-    "Pellworth Chemicals",
-    "Quillon Semiconductors",
-)
 
 # Name, purpose, whether it is archived, whether the bot is a member of it.
 _CHANNELS = (
@@ -269,17 +247,18 @@ class Workspace:
         seed (`int`, *optional*, defaults to `0`):
             Another seed is another workspace.
         companies (`Sequence[str]`, *optional*):
-            Names of the companies that are talked about, at least 8. Invented ones by default.
+            Names of the companies that are talked about, at least 8. Those of the invented market of that seed by default.
     """
 
-    def __init__(self, seed: int = 0, companies: Sequence[str] = COMPANIES) -> None:
+    def __init__(self, seed: int = 0, companies: Sequence[str] | None = None) -> None:
+        companies = [company.short_name for company in Market(seed).companies()] if companies is None else companies
         if len(set(companies)) < _QUESTIONS_PER_CHANNEL:
             raise SettingsError(
                 f"A workspace needs at least {_QUESTIONS_PER_CHANNEL} companies to talk about, got {len(set(companies))}. "
-                "Name more, or none to use invented ones."
+                "Name more, or none to use those of the invented market."
             )
         self.seed = seed
-        self.companies = tuple(companies)
+        self.companies = tuple(dict.fromkeys(companies))
         self._random = random.Random(f"slack {seed}")
         self.users = tuple(self._make_users())
         self.bot = next(user for user in self.users if user.is_bot)
@@ -429,7 +408,7 @@ class Workspace:
             )
 
     def _questions(self, channel: Channel) -> list[tuple[User, str, str | None, str | None]]:
-        names = [*dict.fromkeys(self.companies)]
+        names = list(self.companies)
         self._shuffle(names)
         asked: list[tuple[User, str, str | None, str | None]] = []
         # Each is asked about twice: by another user, about another thing.

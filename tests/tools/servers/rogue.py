@@ -13,7 +13,7 @@ TOOLS = [
     "close_stdout", "not_a_result", "error_reply", "malformed", "print_secret", "count", "escaped_child",
     "reset", "remember", "crash_once", "read_crash_once", "wrong_id", "string_id", "partial_line", "no_content",
     "unknown_content", "bad_structured", "ask_client", "stderr_flood", "progress", "change_tools", "suspend", "say_key",
-    "whoami",
+    "state", "whoami",
 ]  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "additionalProperties": False}
 num_calls = 0
@@ -94,6 +94,9 @@ def call(request_id, name: str, arguments: dict, meta: dict) -> None:
             mine = memory.setdefault(meta.get("mcp_grpo/trajectory_id", ""), [])
             mine.append(text)
             say(request_id, " ".join(mine))
+        case "state":
+            mine = memory.get(meta.get("mcp_grpo/trajectory_id", ""), [])
+            say(request_id, json.dumps({"remembered": mine, "num_calls": num_calls, "pid": os.getpid()}))
         case "crash_once" | "read_crash_once":
             if not os.path.exists(text):
                 open(text, "w").close()

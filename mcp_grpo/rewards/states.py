@@ -1,0 +1,207 @@
+"""Whether a trajectory has left its servers in the expected state."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.rewards.answers import answer_spec, matches_answer, mentions_answer
+from mcp_grpo.rewards.assignment import is_assignable
+from mcp_grpo.types import Task, Trajectory
+
+
+COLUMN = "expected_state"
+
+
+def state_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    """
+    1 if a trajectory has left behind what the task's column `expected_state` says, and nothing else; 0 otherwise.
+
+    The column maps names of servers to what their `state_tool` is to say; see [`matches_state`]. What it names at the top
+    of a server's state must match; what it does not name there must be empty, so that one post too many costs all.
+
+    Args:
+        trajectory (`list[Trajectory]`):
+            The trajectories.
+        kwargs (`Any`):
+            What else the trainer passes to reward functions; not used.
+
+    Returns:
+        `list[float]`: One reward per trajectory.
+
+    Example:
+
+    ```python
+    {
+        "task_id": "post-revenue",
+        "prompt": "Post VLTA's revenue of 2023 in #earnings.",
+        "expected_state": {
+            "slack": {
+                "added": [
+                    {
+                        "kind": "post",
+                        "channel": "earnings",
+                        "text": {"contains": ["VLTA", {"type": "number", "value": 12.5, "unit": "million"}]},
+                    }
+                ]
+            }
+        },
+    }
+    ```
+    """
+    return [float(is_as_expected(attempt)) for attempt in trajectory]
+
+
+def is_as_expected(trajectory: Trajectory) -> bool:
+    """
+    Whether a trajectory has left behind what its task expects; see [`state_match`].
+
+    Args:
+        trajectory ([`Trajectory`]):
+            A finished trajectory.
+
+    Returns:
+        `bool`: Whether it has.
+    """
+    expected = _expected(trajectory.task)
+    if not trajectory.is_learnt_from:
+        return False
+    for server, state in expected.items():
+        if server not in trajectory.states:
+            raise TaskFormatError(
+                f"`{COLUMN}` of task {trajectory.task.task_id!r} names the server {server!r}, whose state is not known: those of "
+                f"{sorted(trajectory.states)} are. Set its `state_tool`, and let the task use it."
+            )
+        try:
+            if not _is_left_so(trajectory.states[server], state):
+                return False
+        except TaskFormatError as error:
+            raise TaskFormatError(f"`{COLUMN}` of task {trajectory.task.task_id!r}: {error}") from error
+    return True
+
+
+def matches_state(got: Any, expected: Any) -> bool:
+    """
+    Whether a value of JSON is as expected.
+
+    | `expected` | matches |
+    |---|---|
+    | a text, a number, `true`, `null` | the same; spaces at the ends of texts do not matter |
+    | `{"channel": "general", ...}` | an object whose keys of these names match; it may have others |
+    | `[...]` | a list with as many items, which match in this order |
+    | `{"any_order": [...]}` | the same in any order |
+    | `{"one_of": [...]}` | what one of these matches |
+    | `{"contains": [...]}` | a text with all of these in it: texts, or answers that it mentions |
+    | `{"type": "number", ...}` | an answer, as [`answer_match`] knows them |
+    | `{"equals": ...}` | exactly this, for objects with keys of these names |
+    | `{"any": true}` | anything |
+
+    Args:
+        got (`Any`):
+            What there is.
+        expected (`Any`):
+            What is expected. Raises [`TaskFormatError`] if it makes no sense.
+
+    Returns:
+        `bool`: Whether it is.
+    """
+    if isinstance(expected, Mapping):
+        return _matches_mapping(got, cast("Mapping[str, Any]", expected))
+    if isinstance(expected, list | tuple):
+        return _in_order(got, cast("Sequence[Any]", expected))
+    if isinstance(expected, str):
+        return isinstance(got, str) and got.strip() == expected.strip()
+    if isinstance(got, bool) or isinstance(expected, bool) or not isinstance(got, int | float):
+        return got is expected
+    return isinstance(expected, int | float) and math.isclose(got, expected, rel_tol=1e-12)
+
+
+def _expected(task: Task) -> dict[str, Any]:
+    expected = task.metadata.get(COLUMN)
+    # A dataset gives every row the keys of all, and `None` to those it did not have.
+    servers = {k: v for k, v in cast("Mapping[str, Any]", expected).items() if v is not None} if expected else {}
+    if not servers:
+        raise TaskFormatError(
+            f"Task {task.task_id!r} has no `{COLUMN}` to compare with. Give every task one, such as "
+            '`{"slack": {"added": []}}`, or use a reward function that does not need it.'
+        )
+    return servers
+
+
+def _is_left_so(got: Any, expected: Any) -> bool:
+    is_plain = isinstance(expected, Mapping) and not _operator(cast("Mapping[str, Any]", expected))
+    if is_plain and isinstance(got, Mapping):
+        others = {key: value for key, value in cast("Mapping[str, Any]", got).items() if key not in expected}
+        if any(others.values()):
+            return False
+    return matches_state(got, expected)
+
+
+def _operator(expected: Mapping[str, Any]) -> str | None:
+    return next((key for key in expected if key in _OPERATORS or key == "type"), None)
+
+
+def _matches_mapping(got: Any, expected: Mapping[str, Any]) -> bool:
+    operator = _operator(expected)
+    if operator == "type":
+        answer_spec(expected)
+        return isinstance(got, str | int | float) and matches_answer(_as_text(got), expected)
+    if operator is not None:
+        if len(expected) > 1:
+            raise TaskFormatError(
+                f"{dict(expected)!r} mixes {operator!r} with other keys. Put it alone, or say {{'equals': ...}} for an object "
+                "with such keys."
+            )
+        return _OPERATORS[operator](got, expected[operator])
+    if not isinstance(got, Mapping):
+        return False
+    there = cast("Mapping[str, Any]", got)
+    return all(key in there and matches_state(there[key], value) for key, value in expected.items())
+
+
+def _in_order(got: Any, expected: Sequence[Any]) -> bool:
+    if not isinstance(got, list) or len(cast("list[Any]", got)) != len(expected):
+        return False
+    return all(matches_state(item, value) for item, value in zip(cast("list[Any]", got), expected, strict=True))
+
+
+def _in_any_order(got: Any, expected: Any) -> bool:
+    values = _values("any_order", expected)
+    if not isinstance(got, list):
+        return False
+    items = cast("list[Any]", got)
+    return is_assignable([[matches_state(item, value) for value in values] for item in items], len(values))
+
+
+def _contains(got: Any, expected: Any) -> bool:
+    pieces = [expected] if isinstance(expected, str | Mapping) else _values("contains", expected)
+    return isinstance(got, str) and all(_has(got, piece) for piece in pieces)
+
+
+def _has(text: str, piece: Any) -> bool:
+    if isinstance(piece, str):
+        return " ".join(piece.split()).casefold() in " ".join(text.split()).casefold()
+    return mentions_answer(text, piece)
+
+
+def _one_of(got: Any, expected: Any) -> bool:
+    return any(matches_state(got, value) for value in _values("one_of", expected))
+
+
+def _values(operator: str, expected: Any) -> Sequence[Any]:
+    if not isinstance(expected, list | tuple):
+        raise TaskFormatError(f"{operator!r} takes a list, got {expected!r}.")
+    return cast("Sequence[Any]", expected)
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "any_order": _in_any_order,
+    "one_of": _one_of,
+    "contains": _contains,
+    "equals": lambda got, expected: got == expected,
+    "any": lambda got, expected: True,
+}

@@ -1,0 +1,1 @@
+"""Runs Python code in a sandbox, with a state for each trajectory."""

@@ -1,0 +1,311 @@
+"""Families about figures of companies: what a look-up or two, or some arithmetic on them, can answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcp_grpo.servers.world.records import Company, IncomeStatement
+from mcp_grpo.tasks.desk.drafts import (
+    FINANCE,
+    Draft,
+    Pick,
+    Step,
+    Unsuitable,
+    amount,
+    exact,
+    find,
+    named,
+    person,
+    shown,
+    step,
+)
+
+
+FIGURES = {
+    "revenue": ("revenue", "revenue"),
+    "grossProfit": ("gross profit", "gross_profit"),
+    "operatingIncome": ("operating income", "operating_income"),
+    "netIncome": ("net income", "net_income"),
+}
+QUARTERS = {"Q1": "first", "Q2": "second", "Q3": "third", "Q4": "fourth"}
+MAX_YEARS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """
+    One figure of one company.
+
+    Args:
+        name (`str`):
+            How a question calls it.
+        answer (`Any`):
+            The `answer` of a task that asks for it.
+        text (`str`):
+            How an answer gives it.
+        step ([`Step`]):
+            How it is looked up, once the symbol is known.
+    """
+
+    name: str
+    answer: Any
+    text: str
+    step: Step
+
+
+def statement_figure(pick: Pick, company: Company, *, key: str | None = None, period: str = "FY") -> Figure:
+    """
+    A figure of an income statement.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        company ([`Company`]):
+            Whose.
+        key (`str`, *optional*):
+            Which figure, as the tool calls it; any if not given.
+        period (`str`, *optional*, defaults to `"FY"`):
+            Of which period.
+
+    Returns:
+        [`Figure`]: The figure, of one of the last years.
+    """
+    key = key or pick.one(list(FIGURES))
+    found = pick.world.market.income_statements(company.symbol, period, MAX_YEARS)
+    statement = pick.one(found)
+    value = figure_of(statement, key)
+    when = f"fiscal {statement.fiscal_year}"
+    if period != "FY":
+        when = f"the {QUARTERS[period]} quarter of {when}"
+    arguments: dict[str, Any] = {"symbol": company.symbol, "limit": len(found)}
+    if period != "FY":
+        arguments["period"] = period
+    return Figure(
+        name=f"{FIGURES[key][0]} in {when}",
+        answer=amount(value, statement.reported_currency),
+        text=f"{value} {statement.reported_currency}",
+        step=step(("getIncomeStatement", arguments), evidence=[f'"{key}":{value}']),
+    )
+
+
+def figure_of(statement: IncomeStatement, key: str) -> int:
+    """
+    A figure of a statement.
+
+    Args:
+        statement ([`IncomeStatement`]):
+            The statement.
+        key (`str`):
+            Its name, as the tool calls it.
+
+    Returns:
+        `int`: Whole units of the reported currency.
+    """
+    return getattr(statement, FIGURES[key][1])
+
+
+def quote_figure(pick: Pick, company: Company) -> Figure:
+    """
+    A figure of a quote.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        company ([`Company`]):
+            Whose.
+
+    Returns:
+        [`Figure`]: The figure.
+    """
+    quote = pick.world.market.quote(company.symbol)
+    names = {
+        "price": ("latest share price", quote.price),
+        "previousClose": ("closing price before the latest", quote.previous_close),
+        "yearHigh": ("highest share price of the past year", quote.year_high),
+        "yearLow": ("lowest share price of the past year", quote.year_low),
+    }
+    key = pick.one(list(names))
+    name, cents = names[key]
+    return Figure(
+        name=name,
+        answer=exact(cents / 100, company.currency),
+        text=f"{cents / 100:.2f} {company.currency}",
+        step=step(("getQuote", {"symbol": company.symbol}), evidence=[f'"{key}":{shown(cents / 100)}']),
+    )
+
+
+def profile_figure(pick: Pick, company: Company) -> Figure:
+    """
+    A figure of a profile.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        company ([`Company`]):
+            Whose.
+
+    Returns:
+        [`Figure`]: The figure.
+    """
+    names: Mapping[str, tuple[str, Any, Any]] = {
+        "ceo": ("chief executive", company.ceo, person(company.ceo)),
+        "fullTimeEmployees": ("number of employees", company.employees, exact(company.employees, within=0)),
+        "ipoDate": ("date of listing", company.ipo_date, {"type": "date", "value": company.ipo_date}),
+    }
+    key = pick.one(list(names))
+    name, value, answer = names[key]
+    return Figure(
+        name=name,
+        answer=answer,
+        text=str(value),
+        step=step(("getCompanyProfile", {"symbol": company.symbol}), evidence=[f'"{key}":{shown(value)}']),
+    )
+
+
+def any_figure(pick: Pick, company: Company) -> Figure:
+    """
+    A figure that one look-up gives.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        company ([`Company`]):
+            Whose.
+
+    Returns:
+        [`Figure`]: The figure.
+    """
+    return pick.one([statement_figure, quote_figure, profile_figure])(pick, company)
+
+
+def lookup(pick: Pick) -> Draft:
+    """One figure of one company."""
+    company = pick.company()
+    figure = any_figure(pick, company)
+    return Draft(
+        question=f"Look up the {figure.name} of {company.name}.",
+        answer=figure.answer,
+        steps=[find(company), figure.step],
+        final=f"Answer: {figure.text}",
+        servers=(FINANCE,),
+        difficulty="easy",
+        symbols=(company.symbol,),
+    )
+
+
+def quarter(pick: Pick) -> Draft:
+    """A figure of one quarter, which the tool gives only when it is asked for that quarter."""
+    company = pick.company()
+    period = pick.one(list(QUARTERS))
+    figure = statement_figure(pick, company, period=period)
+    return Draft(
+        question=f"Look up the {figure.name} of {company.name}.",
+        answer=figure.answer,
+        steps=[find(company), figure.step],
+        final=f"Answer: {figure.text}",
+        servers=(FINANCE,),
+        difficulty="easy",
+        symbols=(company.symbol,),
+    )
+
+
+def arithmetic(pick: Pick) -> Draft:
+    """A sum or a difference of figures of several companies."""
+    key = pick.one(list(FIGURES))
+    first, year = _with_year(pick, key)
+    others = [
+        company
+        for company in pick.companies(lambda one: one.issuer != first.issuer)
+        if company.reported_currency == first.reported_currency and year in _years(pick, company)
+    ]
+    is_sum = pick.random.randrange(2) == 0
+    companies = [first, *pick.some(_one_per_issuer(others), 1 + pick.random.randrange(2) if is_sum else 1)]
+    values = [figure_of(_years(pick, company)[year], key) for company in companies]
+    result = sum(values) if is_sum else values[0] - values[1]
+    if abs(result) * 20 < max(map(abs, values)):
+        raise Unsuitable
+    names, what = [company.name for company in companies], f"{FIGURES[key][0]} in fiscal {year}"
+    currency = first.reported_currency
+    question = (
+        f"What is the sum of the {what} of {', '.join(names[:-1])} and {names[-1]}, in {currency}?"
+        if is_sum
+        else f"By how much did the {what} of {names[0]} exceed that of {names[1]}, in {currency}? Negative if it was less."
+    )
+    return Draft(
+        question=question,
+        answer=amount(result, currency),
+        steps=[find(*companies), _statements(pick, companies, key, values)],
+        final=f"{' + '.join(map(str, values)) if is_sum else f'{values[0]} - {values[1]}'}\nAnswer: {result} {currency}",
+        servers=(FINANCE,),
+        difficulty="medium",
+        symbols=tuple(company.symbol for company in companies),
+    )
+
+
+def comparison(pick: Pick) -> Draft:
+    """Which of four companies has most of something."""
+    key, year, companies, values = _ranked(pick, 4)
+    best = companies[values.index(max(values))]
+    names = [company.name for company in companies]
+    return Draft(
+        question=f"Which had the highest {FIGURES[key][0]} in fiscal {year}: {', '.join(names[:-1])} or {names[-1]}?",
+        answer=named(best),
+        steps=[find(*companies), _statements(pick, companies, key, values)],
+        final=f"Answer: {best.name}",
+        servers=(FINANCE,),
+        difficulty="medium",
+        symbols=tuple(company.symbol for company in companies),
+    )
+
+
+def ranking(pick: Pick) -> Draft:
+    """The order of four companies by a figure."""
+    key, year, companies, values = _ranked(pick, 4)
+    order = sorted(range(4), key=lambda index: -values[index])
+    names = [company.name for company in companies]
+    return Draft(
+        question=f"Order these companies by {FIGURES[key][0]} in fiscal {year}, highest first: {', '.join(names)}. "
+        "Give their symbols, separated by commas.",
+        answer={"type": "list", "values": [{"type": "name", "value": companies[index].symbol} for index in order]},
+        steps=[find(*companies), _statements(pick, companies, key, values)],
+        final=f"Answer: {', '.join(companies[index].symbol for index in order)}",
+        servers=(FINANCE,),
+        difficulty="medium",
+        symbols=tuple(company.symbol for company in companies),
+    )
+
+
+def _ranked(pick: Pick, number: int) -> tuple[str, int, list[Company], list[int]]:
+    """Companies whose figures, in one currency, are clearly apart."""
+    key = pick.one(list(FIGURES))
+    first, year = _with_year(pick, key)
+    others = [
+        company
+        for company in pick.companies(lambda one: one.issuer != first.issuer)
+        if company.reported_currency == first.reported_currency and year in _years(pick, company)
+    ]
+    companies = pick.some([first, *pick.some(_one_per_issuer(others), number - 1)], number)
+    values = [figure_of(_years(pick, company)[year], key) for company in companies]
+    ordered = sorted(values)
+    if any((high - low) * 50 < abs(high) for low, high in zip(ordered, ordered[1:], strict=False)):
+        raise Unsuitable
+    return key, year, companies, values
+
+
+def _with_year(pick: Pick, key: str) -> tuple[Company, int]:
+    company = pick.company()
+    return company, pick.one(list(_years(pick, company)))
+
+
+def _years(pick: Pick, company: Company) -> dict[int, IncomeStatement]:
+    found = pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS)
+    return {statement.fiscal_year: statement for statement in found}
+
+
+def _one_per_issuer(companies: list[Company]) -> list[Company]:
+    return list({company.issuer: company for company in companies}.values())
+
+
+def _statements(pick: Pick, companies: list[Company], key: str, values: list[int]) -> Step:
+    calls = [("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}) for company in companies]
+    return step(*calls, evidence=[f'"{key}":{value}' for value in values])

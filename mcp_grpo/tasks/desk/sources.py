@@ -1,0 +1,171 @@
+"""Families in which the web has to be searched, and does not always have it right."""
+
+from mcp_grpo.servers.world.market import Market
+from mcp_grpo.servers.world.pages import Fact
+from mcp_grpo.servers.world.records import Company
+from mcp_grpo.tasks.desk.drafts import (
+    FINANCE,
+    SEARCH,
+    Draft,
+    Pick,
+    Step,
+    Unsuitable,
+    amount,
+    find,
+    person,
+    shown,
+    step,
+)
+from mcp_grpo.tasks.desk.figures import FIGURES, MAX_YEARS, any_figure, figure_of
+
+
+NUM_RESULTS = 5
+STATED = {"revenue": "revenue", "net_income": "netIncome"}
+
+
+def search_verify(pick: Pick) -> Draft:
+    """A company that only the news names, and a figure that only the data has."""
+    kind = pick.one(["contract", "plant_capacity", "product_price"])
+    fact = pick.one([one for one in _facts(pick, kind) if not one.is_stale])
+    company = pick.world.market.company(fact.symbol)
+    clue, query = {
+        "contract": (
+            f"One listed company signed a contract with {fact.subject} worth {fact.value}",
+            f"contract with {fact.subject} worth {fact.value}",
+        ),
+        "plant_capacity": (
+            f"One listed company opened a site in {fact.subject} that handles {fact.value} units a year",
+            f"opens in {fact.subject} handles {fact.value} units a year",
+        ),
+        "product_price": (
+            f"One listed company sells the {fact.subject}",
+            f"{fact.subject} price launch",
+        ),
+    }[kind]
+    figure = any_figure(pick, company)
+    return Draft(
+        question=f"{clue}. Find out which, and look up its {figure.name}.",
+        answer=figure.answer,
+        steps=[_search(pick, query, fact), figure.step],
+        final=f"It is {company.name}.\nAnswer: {figure.text}",
+        servers=(SEARCH, FINANCE),
+        difficulty="medium",
+        symbols=(company.symbol,),
+    )
+
+
+def contradiction(pick: Pick) -> Draft:
+    """Sources that disagree, one of which is out of date."""
+    if pick.random.randrange(3) == 0:
+        return _contradicting_heads(pick)
+    stale = pick.one(
+        [one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"]
+    )
+    company, key = pick.world.market.company(stale.symbol), STATED[stale.kind]
+    year = int(stale.subject[2:])
+    statement = next(
+        (
+            one
+            for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS)
+            if one.fiscal_year == year
+        ),
+        None,
+    )
+    if statement is None or stale.amount is None:
+        raise Unsuitable
+    value = figure_of(statement, key)
+    if abs(value - stale.amount) * 100 < abs(value):
+        raise Unsuitable
+    return Draft(
+        question=f"Reports do not agree on the {FIGURES[key][0]} of {company.name} in fiscal {year}; some say "
+        f"{stale.value}. Which figure stands today?",
+        answer=amount(value, statement.reported_currency),
+        steps=[
+            _search(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
+            step(
+                ("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{value}']
+            ),
+        ],
+        final=f"The figures were restated.\nAnswer: {value} {statement.reported_currency}",
+        servers=(SEARCH, FINANCE),
+        difficulty="medium",
+        symbols=(company.symbol,),
+    )
+
+
+def _contradicting_heads(pick: Pick) -> Draft:
+    stale = pick.one([one for one in _facts(pick, "ceo") if one.is_stale])
+    company = pick.world.market.company(stale.symbol)
+    if stale.value == company.ceo:
+        raise Unsuitable
+    return Draft(
+        question=f"Some pages name {stale.value} as chief executive of {company.name}, others do not. Who is it today?",
+        answer=person(company.ceo),
+        steps=[
+            _search(pick, f"{company.short_name} chief executive CEO {stale.value}", stale),
+            step(("getCompanyProfile", {"symbol": company.symbol}), evidence=[f'"ceo":{shown(company.ceo)}']),
+        ],
+        final=f"Answer: {company.ceo}",
+        servers=(SEARCH, FINANCE),
+        difficulty="medium",
+        symbols=(company.symbol,),
+    )
+
+
+def restatement(pick: Pick) -> Draft:
+    """By how much a figure was restated: the first from the news, the second from the data."""
+    stale = pick.one(
+        [one for kind in STATED for one in _facts(pick, kind) if one.is_stale and one.subject[:2] == "FY"]
+    )
+    company, key = pick.world.market.company(stale.symbol), STATED[stale.kind]
+    year = int(stale.subject[2:])
+    first = pick.world.market.first_reported(company.symbol, year, "FY")
+    restated = [
+        one for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS) if one.fiscal_year == year
+    ]
+    if not restated or first is None:
+        raise Unsuitable
+    old, new = figure_of(first, key), figure_of(restated[0], key)
+    # The news rounds to a tenth of a million, or to ten million.
+    rounding = 5_000_000 if abs(old) >= 999_950_000 else 50_000
+    if old == new or rounding * 50 > abs(new - old):
+        raise Unsuitable
+    currency = restated[0].reported_currency
+    millions = (new - old) / 1_000_000
+    return Draft(
+        question=f"{company.name} restated its {FIGURES[key][0]} of fiscal {year}. By how many million {currency} did it "
+        "change from what was first reported? Negative if it fell.",
+        answer={"type": "number", "value": millions, "unit": f"million {currency}", "tolerance": 0.03},
+        steps=[
+            _search(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
+            find(company),
+            step(("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{new}']),
+        ],
+        final=f"First {stale.value}, now {new} {currency}.\nAnswer: {millions:.2f} million {currency}",
+        servers=(SEARCH, FINANCE),
+        difficulty="hard",
+        symbols=(company.symbol,),
+    )
+
+
+def _facts(pick: Pick, kind: str) -> list[Fact]:
+    return [
+        fact
+        for fact in pick.world.corpus.facts(kind)
+        if fact.symbol in pick.symbols and _is_plain(pick.world.market, fact.symbol)
+    ]
+
+
+def _is_plain(market: Market, symbol: str) -> bool:
+    """Whether a company is traded today, in one class: a name in the news is then one listing."""
+    company: Company = market.company(symbol)
+    return company.is_actively_trading and not company.share_class
+
+
+def _search(pick: Pick, query: str, fact: Fact) -> Step:
+    """A search that finds the page of a fact among its first results, which name the company's symbol of that time."""
+    if all(hit.page.url != fact.url for hit in pick.world.corpus.search(query, NUM_RESULTS)):
+        raise Unsuitable
+    return step(
+        ("tavily_search", {"query": query, "max_results": NUM_RESULTS}), evidence=[shown(fact.url), fact.value]
+    )

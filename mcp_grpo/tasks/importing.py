@@ -1,0 +1,345 @@
+"""Reads tasks from files that were made for something else, and says what became of them."""
+
+# `datasets` is not typed.
+# pyright: reportMissingTypeStubs=false
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from datasets import Dataset
+
+from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.tasks.columns import dataset_from_rows
+from mcp_grpo.tasks.loading import read_rows
+from mcp_grpo.tasks.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, refuse, row_problems, shown
+
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "task_id": ("task_id", "id", "uid", "uuid"),
+    "prompt": ("prompt", "question", "query", "messages", "input", "instruction", "task"),
+    "tools": ("tools", "available_tools", "allowed_tools", "tool_names", "required_tools"),
+    "difficulty": ("difficulty", "level"),
+    "answer": (
+        "answer", "expected_answer", "ground_truth", "target", "solution", "expected_output", "reference_answer"
+    ),
+    "max_turns": ("max_turns", "max_steps"),
+    "servers": ("servers",),
+}  # fmt: skip
+"""Names that each column is known by, the likeliest first."""
+
+_RESERVED = {
+    *REQUIRED_COLUMNS,
+    *OPTIONAL_COLUMNS,
+    # What TRL and the trainer pass to reward functions, or read from a row by themselves.
+    *("completion", "completions", "completion_ids", "prompts", "trajectory", "trainer_state", "environments"),
+    *("log_extra", "log_metric", "image", "images"),
+}
+_MAX_ROWS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """
+    What became of the columns and rows of a file. Its text, by `print` or `str`, says it all.
+
+    Args:
+        source (`str`):
+            The file.
+        num_rows (`int`):
+            Rows of the file.
+        num_tasks (`int`):
+            Rows that became tasks.
+        columns (`Mapping[str, Mapping[str, int]]`):
+            For each column of a task, the columns of the file that it came from and how many rows had it there.
+            `"input.question"` is the key `question` of the object in column `input`.
+        metadata (`Mapping[str, str]`):
+            Columns of the file that were kept as they are, and their names in the dataset.
+        lacking (`Mapping[str, tuple[str, ...]]`):
+            For each column of a task, the rows that have none.
+        unreadable (`Mapping[str, tuple[str, ...]]`):
+            For each column of a task, what was there in rows where it could not be understood and was left out.
+        invented_ids (`tuple[str, ...]`):
+            Rows whose id was made from their content.
+        changed_ids (`tuple[str, ...]`):
+            Rows that had the id of another task and got one of their own.
+        duplicates (`tuple[str, ...]`):
+            Rows that were left out because an earlier one is the same.
+        refused (`tuple[str, ...]`):
+            Rows that were left out because they cannot be tasks, and why.
+    """
+
+    source: str
+    num_rows: int
+    num_tasks: int
+    columns: Mapping[str, Mapping[str, int]]
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    unreadable: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    invented_ids: tuple[str, ...] = ()
+    changed_ids: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.source}: {self.num_tasks} tasks from {self.num_rows} rows."
+        for column, sources in self.columns.items():
+            yield f"  `{column}` from " + ", ".join(f"{source!r} ({count})" for source, count in sources.items())
+        for source, name in self.metadata.items():
+            yield f"  {source!r} kept as metadata" + (f" under the name `{name}`" if name != source else "")
+        for column, rows in self.lacking.items():
+            yield f"  no `{column}`: {_listed(rows)}"
+        for column, rows in self.unreadable.items():
+            yield f"  `{column}` not understood and left out: {_listed(rows)}"
+        for title, rows in (
+            ("id made from the content", self.invented_ids),
+            ("id changed, because another task has it", self.changed_ids),
+            ("left out, because an earlier row is the same", self.duplicates),
+            ("left out, because it cannot be a task", self.refused),
+        ):
+            if rows:
+                yield f"  {title}: {_listed(rows)}"
+
+
+def import_tasks(path: str | Path, split: str | None = None) -> tuple[Dataset, ImportReport]:
+    """
+    Make tasks of a file that names things in its own way.
+
+    What is there is mapped by the names it is usually given ([`ALIASES`]), at the top of a row or inside one object of it;
+    what is not known is kept as metadata. Only a row without anything to ask cannot be a task.
+
+    Args:
+        path (`str` or `Path`):
+            A JSON, JSON Lines or Parquet file.
+        split (`str`, *optional*):
+            Key of the list in a JSON file that has more than one.
+
+    Returns:
+        `tuple[Dataset, ImportReport]`: The tasks, as [`load_tasks`] returns them, and what became of the file. Raises
+        [`TaskFormatError`] if the file cannot be read, or no row of it can be a task.
+
+    Example:
+
+    ```python
+    tasks, report = import_tasks("data/processed/train.json")
+    print(report)
+    ```
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TaskFormatError(f"There is no file {str(path)!r}. Check the path.")
+    read = read_rows(path, split)
+    importer = _Importer(read.name_row)
+    for number, row in enumerate(read.rows):
+        importer.add(number, row)
+    if not importer.rows:
+        # Both lists are of rows that cannot be tasks; there is nothing else to say.
+        refuse(read.problems + importer.refused, repr(str(path)))
+        raise TaskFormatError(f"The file {str(path)!r} holds no tasks.")
+    report = importer.report(str(path), len(read.rows) + len(read.problems), read.problems)
+    return dataset_from_rows(importer.rows), report
+
+
+class _Importer:
+    def __init__(self, name_row: Callable[[int], str]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.refused: list[tuple[str, str]] = []
+        self._name_row = name_row
+        self._columns: dict[str, Counter[str]] = {column: Counter() for column in ALIASES}
+        self._metadata: dict[str, str] = {}
+        self._lacking: dict[str, list[str]] = {}
+        self._unreadable: dict[str, list[str]] = {}
+        self._invented: list[str] = []
+        self._changed: list[str] = []
+        self._duplicates: list[str] = []
+        self._contents: dict[str, str] = {}  # by id
+        self._originals: set[str] = set()
+
+    def add(self, number: int, source: Any) -> None:
+        name = self._name_row(number)
+        if not isinstance(source, Mapping):
+            self.refused.append((name, f"A task is an object, got {shown(source)}."))
+            return
+        row = cast("Mapping[str, Any]", source)
+        original = json.dumps(row, sort_keys=True, default=str)
+        if original in self._originals:
+            self._duplicates.append(name)
+            return
+        task, sources, unreadable = _mapped(row)
+        if "prompt" not in task:
+            reason = f"There is no question in it: no text under any of {list(ALIASES['prompt'])}. Its columns are {sorted(row)}."
+            self.refused.append((name, reason))
+            return
+        problems = row_problems({"task_id": "", **task})
+        if problems:
+            self.refused += [(name, problem) for problem in problems]
+            return
+        self._originals.add(original)
+        self._note(name, task, sources, unreadable)
+        task |= self._kept(row, sources.values())
+        self.rows.append({"task_id": self._id(name, task.get("task_id"), original), **_without(task, "task_id")})
+
+    def report(self, source: str, num_rows: int, problems: Sequence[tuple[str, str]]) -> ImportReport:
+        return ImportReport(
+            source=source,
+            num_rows=num_rows,
+            num_tasks=len(self.rows),
+            columns={column: dict(sources) for column, sources in self._columns.items() if sources},
+            metadata=self._metadata,
+            lacking={column: tuple(rows) for column, rows in self._lacking.items()},
+            unreadable={column: tuple(rows) for column, rows in self._unreadable.items()},
+            invented_ids=tuple(self._invented),
+            changed_ids=tuple(self._changed),
+            duplicates=tuple(self._duplicates),
+            refused=tuple(f"{row}: {problem}" for row, problem in [*problems, *self.refused]),
+        )
+
+    def _note(
+        self, name: str, task: Mapping[str, Any], sources: Mapping[str, str], unreadable: Mapping[str, Any]
+    ) -> None:
+        for column, source in sources.items():
+            self._columns[column][source] += 1
+        for column in ("answer", "tools", "difficulty"):
+            if column not in task and column not in unreadable:
+                self._lacking.setdefault(column, []).append(name)
+        for column, value in unreadable.items():
+            self._unreadable.setdefault(column, []).append(f"{name} ({shown(value)})")
+
+    def _kept(self, row: Mapping[str, Any], used: Any) -> dict[str, Any]:
+        """What was not mapped, with names that mean nothing else here."""
+        paths = {part for path in used for part in path.split(" + ")}
+        kept: dict[str, Any] = {}
+        for source, value in row.items():
+            if source in paths:
+                continue
+            if isinstance(value, Mapping):
+                inner = cast("Mapping[str, Any]", value)
+                value = {key: item for key, item in inner.items() if f"{source}.{key}" not in paths}
+                if inner and not value:
+                    continue
+            name = f"source_{source}" if source in _RESERVED else source
+            self._metadata[source] = name
+            kept[name] = value
+        return kept
+
+    def _id(self, name: str, task_id: str | None, original: str) -> str:
+        digest = hashlib.sha256(original.encode()).hexdigest()[:12]
+        if task_id is None:
+            self._invented.append(name)
+            task_id = f"task-{digest}"
+        elif self._contents.get(task_id, original) != original:
+            self._changed.append(f"{name} ({task_id!r})")
+            task_id = f"{task_id}-{digest}"
+        self._contents[task_id] = original
+        return task_id
+
+
+def _mapped(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The columns of a task, where each came from, and what could not be understood."""
+    task: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    unreadable: dict[str, Any] = {}
+    for column, read in _READERS.items():
+        for path, value in _candidates(row, ALIASES[column]):
+            if path in sources.values():
+                continue
+            understood = read(value)
+            if understood is not None:
+                task[column], sources[column] = understood, path
+                unreadable.pop(column, None)
+                break
+            if column != "prompt":
+                unreadable.setdefault(column, value)
+    if sources.get("prompt") in ("input", "instruction") and _text(row.get("instruction")) and _text(row.get("input")):
+        task["prompt"] = f"{row['instruction'].strip()}\n\n{row['input'].strip()}"
+        sources["prompt"] = "instruction + input"
+    return task, sources, unreadable
+
+
+def _candidates(row: Mapping[str, Any], aliases: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Values under one of these names, those at the top of the row first; letter case does not matter."""
+    levels = [("", row)] + [
+        (f"{column}.", cast("Mapping[str, Any]", value)) for column, value in row.items() if isinstance(value, Mapping)
+    ]
+    for prefix, level in levels:
+        by_name = {str(key).lower(): key for key in level}
+        for alias in aliases:
+            if (key := by_name.get(alias)) is not None and level[key] is not None:
+                yield f"{prefix}{key}", level[key]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, list) and value and not row_problems({"task_id": "", "prompt": value}):
+        return cast("list[Any]", value)
+    return _text(value)
+
+
+def _label(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value).strip() or None
+
+
+def _difficulty(value: Any) -> str | None:
+    label = _label(value)
+    return None if label is None else label.lower()
+
+
+def _max_turns(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _tools(value: Any) -> list[str] | None:
+    """Names of tools, also of those that are described as chat templates take them."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")]
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[Any, Any]", value))
+    if not isinstance(value, list):
+        return None
+    names = [_tool(tool) for tool in cast("list[Any]", value)]
+    return None if not names or None in names else list(dict.fromkeys(cast("list[str]", names)))
+
+
+def _tool(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        tool = cast("Mapping[str, Any]", value)
+        inner: Any = tool.get("function", tool)
+        value = inner if isinstance(inner, str) else cast("Mapping[str, Any]", inner).get("name")
+    return _text(value)
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "prompt": _prompt,
+    "task_id": _label,
+    "servers": _tools,
+    "tools": _tools,
+    "max_turns": _max_turns,
+    "difficulty": _difficulty,
+    "answer": _anything,
+}
+
+
+def _without(row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != column}
+
+
+def _listed(rows: Sequence[str]) -> str:
+    return "; ".join(rows[:_MAX_ROWS]) + (f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else "")

@@ -1,0 +1,205 @@
+"""Reads tasks from files, folders and the Hub."""
+
+# `datasets` and `pyarrow` are not typed.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.tasks.columns import dataset_from_rows
+from mcp_grpo.tasks.rows import checked_tasks, refuse, shown
+
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")
+LIST_KEYS = ("tasks", "data")  # under which a JSON file may have its list
+
+TaskSource = str | Path | Dataset | DatasetDict
+
+
+def load_tasks(source: TaskSource, split: str | None = None) -> Dataset:
+    """
+    Load tasks to train on or to judge by.
+
+    Args:
+        source (`str`, `Path`, [`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
+            A JSON file (a list of tasks, or an object with the list under `"tasks"`, `"data"` or the name of the split), a
+            JSON Lines file, a Parquet file, a folder written by `Dataset.save_to_disk`, the id of a dataset on the Hub,
+            or a dataset.
+        split (`str`, *optional*):
+            Which split, where the source has more than one.
+
+    Returns:
+        [`~datasets.Dataset`]: One task per row; see [`task_from_row`] for the columns. Values are as in the file, also
+        where they differ in type from row to row.
+
+    Raises:
+        [`TaskFormatError`]: If the source cannot be read, or a row is not a task; the message lists every problem with its
+        line or row.
+
+    Example:
+
+    ```python
+    tasks = load_tasks("tasks.jsonl")
+    ```
+    """
+    if isinstance(source, Dataset | DatasetDict):
+        dataset, name = _one_split(source, split, "the dataset"), "the dataset"
+    else:
+        path = Path(source)
+        if path.is_dir():
+            dataset, name = _one_split(_from_disk(path), split, repr(str(path))), repr(str(path))
+        elif path.is_file():
+            return _load_file(path, split)
+        elif path.suffix.lower() in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
+            raise TaskFormatError(
+                f"There is no file {str(path)!r}. Check the path; the current folder is {str(Path.cwd())!r}."
+            )
+        else:
+            dataset, name = _one_split(_from_hub(str(source), split), None, f"{source!r}"), f"{source!r} on the Hub"
+    refuse(checked_tasks(dataset)[1], name)
+    return dataset
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """What a file holds: its rows, what each is called in messages, and what could not be read."""
+
+    rows: list[Any]
+    name_row: Callable[[int], str]
+    problems: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def read_rows(path: Path, split: str | None = None) -> SourceRows:
+    """
+    Read the rows of a file, tasks or not.
+
+    Args:
+        path (`Path`):
+            A JSON, JSON Lines or Parquet file. Raises [`TaskFormatError`] if it is none.
+        split (`str`, *optional*):
+            Key of the list in a JSON file that has more than one.
+
+    Returns:
+        [`SourceRows`]: The rows, and what is wrong with lines that hold none.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return SourceRows(_parquet(path).to_list(), lambda number: f"row {number}")
+    if suffix not in SUFFIXES:
+        raise TaskFormatError(
+            f"Tasks are read from files that end in {', '.join(SUFFIXES)}, got {str(path)!r}. Convert it, or load it as a "
+            "`datasets.Dataset` and pass that."
+        )
+    text = _text(path)
+    return _json_rows(path, text, split) if suffix == ".json" else _line_rows(text)
+
+
+def _load_file(path: Path, split: str | None) -> Dataset:
+    if path.suffix.lower() == ".parquet":
+        dataset = _parquet(path)
+        refuse(checked_tasks(dataset)[1], repr(str(path)))
+        return dataset
+    read = read_rows(path, split)
+    _, problems = checked_tasks(read.rows, name_row=read.name_row)
+    refuse(read.problems + problems, repr(str(path)))
+    if not read.rows:
+        raise TaskFormatError(f"The file {str(path)!r} holds no tasks.")
+    return dataset_from_rows(read.rows)
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TaskFormatError(
+            f"Line {line} of {str(path)!r} is not UTF-8: byte {data[error.start : error.start + 1]!r}. Save the file as UTF-8."
+        ) from error
+
+
+def _json_rows(path: Path, text: str, split: str | None) -> SourceRows:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        advice = " If it has one task per line, name it `.jsonl`." if error.msg == "Extra data" else ""
+        raise TaskFormatError(
+            f"{str(path)!r} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.{advice}"
+        ) from error
+    if isinstance(content, list):
+        return SourceRows(cast("list[Any]", content), lambda number: f"row {number}")
+    found: Mapping[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    for key in [split] if split is not None else LIST_KEYS:
+        if key in found and isinstance(found[key], list):
+            return SourceRows(found[key], lambda number: f"row {number}")
+    keys = f"an object with the keys {sorted(found)}" if found else shown(content)
+    wanted = f"the key {split!r}" if split is not None else " or ".join(f"the key {key!r}" for key in LIST_KEYS)
+    raise TaskFormatError(
+        f"{str(path)!r} must hold a list of tasks, or an object with {wanted} for that list, got {keys}."
+        + ("" if split is not None else " Name one of them with `split`, if that is the list.")
+    )
+
+
+def _line_rows(text: str) -> SourceRows:
+    rows: list[Any] = []
+    lines: list[int] = []
+    problems: list[tuple[str, str]] = []
+    # Not `splitlines`: JSON may hold line separators of Unicode as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+            lines.append(number)
+        except json.JSONDecodeError as error:
+            problem = f"This is not JSON: column {error.colno}: {error.msg}. It begins with {line[:60]!r}."
+            problems.append((f"line {number}", problem))
+    return SourceRows(rows, lambda index: f"line {lines[index]}", problems)
+
+
+def _parquet(path: Path) -> Dataset:
+    try:
+        return Dataset(pq.read_table(path))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TaskFormatError(f"{str(path)!r} is not a Parquet file: {error}") from error
+
+
+def _from_disk(path: Path) -> Dataset | DatasetDict:
+    try:
+        return load_from_disk(str(path))
+    except FileNotFoundError as error:
+        files = sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        advice = f" Name one of the files in it: {files}." if files else " Name a file."
+        raise TaskFormatError(
+            f"The folder {str(path)!r} was not written by `Dataset.save_to_disk`.{advice}"
+        ) from error
+
+
+def _from_hub(name: str, split: str | None) -> Dataset | DatasetDict:
+    try:
+        return load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        raise TaskFormatError(
+            f"{name!r} is neither a file here nor a dataset that could be loaded from the Hub: {error}"
+        ) from error
+
+
+def _one_split(dataset: Dataset | DatasetDict, split: str | None, name: str) -> Dataset:
+    if isinstance(dataset, Dataset):
+        if split is not None and str(dataset.split) != split:
+            raise TaskFormatError(f"{name} has no splits, got `split={split!r}`. Leave `split` out.")
+        return dataset
+    splits: Sequence[str] = [str(key) for key in dataset]
+    if split is None and len(splits) == 1:
+        return dataset[splits[0]]
+    if split not in splits:
+        raise TaskFormatError(f"{name} has the splits {splits}, got `split={split!r}`. Name one of them.")
+    return dataset[split]

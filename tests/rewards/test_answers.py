@@ -1,0 +1,330 @@
+"""The final message gives the expected answer in any usual form, and in no form that covers several answers."""
+
+import json
+from typing import Any
+
+import pytest
+from helpers.attempts import attempt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.rewards import answer_match, is_matched, matches_answer
+from mcp_grpo.rewards.answers import mentions_answer
+
+
+MILLIONS = {"type": "number", "value": 12.5, "unit": "million USD", "tolerance": 0.005}
+PERCENT = {"type": "number", "value": 12.5, "unit": "%", "absolute": 0.05}
+DATE = {"type": "date", "value": "2024-03-05"}
+NAME = {"type": "name", "value": "Northwind Logistics, Inc.", "aliases": ["NWL"]}
+SET = {"type": "set", "values": ["VLTA", "NWL", "Johnson & Johnson"]}
+ORDERED = ["VLTA", "NWL"]
+REFUSAL = {"type": "refusal"}
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ("3", 3),
+        ("3.0", 3),
+        ("Answer: 3", 3),
+        ("The sum is 3.", 3),
+        ("First I add 1 and 2.\n**Answer:** 3", 3),
+        ("Answer: 4\nNo, wait.\nAnswer: 3", 3),
+        ("answer:\n3", 3),
+        ("Final answer: `3`", 3),
+        ("Answer: -3", -3),
+        ("Answer: −3", -3),
+        ("Answer: minus 3", -3),
+        ("Answer: -$3", -3),
+        ("Answer: $-3", -3),
+        ("1,234,567.5", 1234567.5),
+        ("1'234'567.5", 1234567.5),
+        ("1\u202f234\u202f567.5", 1234567.5),
+        ("1.2345675e6", 1234567.5),
+        ("1.2345675 × 10^6", 1234567.5),
+        (".5", 0.5),
+        ("Answer: _0.5_", 0.5),
+        ("$12.5M", MILLIONS),
+        ("$12.5 million", MILLIONS),
+        ("12.5", MILLIONS),
+        ("12,500,000", MILLIONS),
+        ("US$12,480,000", MILLIONS),
+        ("12500k USD", MILLIONS),
+        ("0.0125bn dollars", MILLIONS),
+        ("$12.5 million ($12,500,000)", MILLIONS),
+        ("about 12.46 million", MILLIONS),
+        ("12.5%", PERCENT),
+        ("12.5 percent", PERCENT),
+        ("12.5", PERCENT),
+        ("0.125", PERCENT),
+        ("12.46 pct", PERCENT),
+        ("1250 basis points", PERCENT),
+        ("12.5%", 0.125),
+        ("12.5%", 12.5),
+        ("12.5%", "12.5%"),
+        ("$1,200", "1200"),
+        ("Revenue of FY2023 in Q3 was $12.5 million.", MILLIONS),
+        ("On 2024-03-05 the close was 187.43", 187.43),
+        ("2024-03-05", DATE),
+        ("2024-03-05", "2024-03-05"),
+        ("2024/3/5", DATE),
+        ("March 5, 2024", DATE),
+        ("Mar. 5th, 2024", DATE),
+        ("Tuesday, 5 March 2024", DATE),
+        ("the 5th of March 2024", DATE),
+        ("25/03/2024", "2024-03-25"),
+        ("03/25/2024", "2024-03-25"),
+        ("03/03/2024", "2024-03-03"),
+        ("2024-03-05T00:00:00Z", DATE),
+        ("Northwind Logistics", NAME),
+        ("northwind logistics inc", NAME),
+        ("The answer is Northwind Logistics Corp.", NAME),
+        ("Answer: **NWL**", NAME),
+        ("Northwind Logistics (NWL)", NAME),
+        ("It's Northwind Logistics.", NAME),
+        ("NESTLE S.A.", "Nestlé"),
+        ("Soren Oberg", "Søren Öberg".replace("ø", "o")),
+        ("AT and T", "AT&T"),
+        ("BRK.A", "BRK.A"),
+        ("NWL, VLTA and Johnson & Johnson", SET),
+        ("- VLTA\n- NWL\n- Johnson and Johnson", SET),
+        ("Answer:\n1. VLTA\n2. Johnson & Johnson\n3. NWL", SET),
+        ('Answer: ["NWL", "VLTA", "Johnson & Johnson"]', SET),
+        ("VLTA; NWL; NWL; Johnson & Johnson", SET),
+        ("VLTA, NWL", ORDERED),
+        ("Acme, Inc. and Volta, Ltd.", ["Acme", "Volta"]),
+        ("1,200, 3,400 and 5", [1200, 3400, 5]),
+        ("$1.2M; $3M", [{"type": "number", "value": 1.2, "unit": "million"}, 3e6]),
+        ("Yes", True),
+        ("yes, it did.", True),
+        ("Answer: true", True),
+        ("No.", False),
+        ("It is false", {"type": "boolean", "value": False}),
+        ("There is no data for VLTA on 2024-03-05.", REFUSAL),
+        ("Answer: not available", REFUSAL),
+        ("VLTA was not listed in 2019.", REFUSAL),
+        ("The company doesn't exist.", REFUSAL),
+        ("Answer: N/A", REFUSAL),
+    ],
+)
+def test_an_answer_in_any_usual_form_matches(message: str, answer: Any) -> None:
+    assert matches_answer(message, answer)
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ("", 3),
+        ("three", 3),
+        ("4", 3),
+        ("3 or 4", 3),
+        ("Answer: 3 or 4", 3),
+        ("Answer: either 3", 3),
+        ("3, 4", 3),
+        ("3,4", 3),
+        ("3-4", 3),
+        ("between 3 and 5", 4),
+        ("1 2 3 4 5", 3),
+        (" ".join(map(str, range(100))), 3),
+        ("Answer: " + ", ".join(map(str, range(100))), 3),
+        ("Answer: 3\nAnswer: 4", 3),
+        ("It is not 3", 3),
+        ("I cannot say whether it is 3", 3),
+        ("What is 1 + 2? 3", 3),
+        ("3 " * 10, 3),
+        ("3" + " " * 5000 + "x" * 5000, 3),
+        ("3rd", 3),
+        ("Q3", 3),
+        ("3x", 3),
+        ("13", 3),
+        ("0.3", 3),
+        ("3e2", 3),
+        ("-3", 3),
+        ("3%", 3.0001),
+        ("3 million", 3),
+        ("1,2345", 12345),
+        ("1,23", 123),
+        ("1.234,56", 1234.56),
+        ("12.6 million", MILLIONS),
+        ("€12.5 million", MILLIONS),
+        ("12.5%", MILLIONS),
+        ("12.5 billion", MILLIONS),
+        ("12.5 thousand", MILLIONS),
+        ("Between $12.5 million and $13 million", MILLIONS),
+        ("12.6%", PERCENT),
+        ("0.125%", PERCENT),
+        ("1.25", PERCENT),
+        ("12.5 million", PERCENT),
+        ("03/05/2024", DATE),
+        ("05.03.2024", DATE),
+        ("2024-03-05 or 2024-03-06", DATE),
+        ("2024-03-05, 2024-03-06", DATE),
+        ("not 2024-03-05", DATE),
+        ("March 2024", DATE),
+        ("2024-13-05", DATE),
+        ("20240305", DATE),
+        ("Northwind", NAME),
+        ("Northwind Logic", NAME),
+        ("Northwind Logistics or Northwind Logic", NAME),
+        ("Northwind Logistics, Northwind Logic", NAME),
+        ("Not Northwind Logistics", NAME),
+        ("Northwind Logistics (Northwind Logic)", NAME),
+        ("Which company? Northwind Logistics", NAME),
+        ("VLTAA", "VLTA"),
+        ("VLTA VLTB VLTAA", "VLTA"),
+        ("BRKA", "BRK.A"),
+        ("VLTA, NWL", SET),
+        ("VLTA, NWL, Johnson & Johnson, ACME", SET),
+        ("VLTA, NWL or Johnson & Johnson", SET),
+        ("NWL, VLTA", ORDERED),
+        ("VLTA, NWL, NWL", ORDERED),
+        ("yes and no", True),
+        ("yes or no", True),
+        ("no", True),
+        ("Not true", True),
+        ("I think so", True),
+        ("It closed at 12.5, but the data does not exist", REFUSAL),
+        ("12.5", REFUSAL),
+        ("Here it is", REFUSAL),
+    ],
+)
+def test_what_is_wrong_or_covers_several_answers_does_not_match(message: str, answer: Any) -> None:
+    assert not matches_answer(message, answer)
+
+
+def test_a_huge_text_is_no_answer_and_takes_no_time() -> None:
+    for filler in ("3 ", "1,", "-", "9", "(", "* ", "Answer ", "minus ", "2024-03-", "a and "):
+        text = filler * 100_000
+        assert not matches_answer(text, 3)
+        assert not matches_answer(f"Answer: {text}", 3)
+        assert not matches_answer(text, SET)
+        assert not matches_answer(text, DATE)
+
+
+def test_a_short_answer_after_a_long_text_counts() -> None:
+    assert matches_answer("So 1 and 2 and then 4.\n" * 1000 + "Answer: 3", 3)
+
+
+finite = st.floats(-1e12, 1e12).map(lambda x: round(x, 4))
+
+
+@given(finite)
+def test_a_number_matches_itself_however_it_is_written(value: float) -> None:
+    for text in (repr(value), f"{value:,.4f}", f"{value:.12e}", f"Answer: {value}", f"it is {value!r}."):
+        assert matches_answer(text, value)
+
+
+@given(finite.filter(lambda x: abs(x) > 1e-3), st.sampled_from([("thousand", 1e3), ("M", 1e6), ("bn", 1e9)]))
+def test_a_number_matches_itself_in_another_scale(value: float, scale: tuple[str, float]) -> None:
+    unit, factor = scale
+    spec = {"type": "number", "value": value, "tolerance": 1e-9}
+    assert matches_answer(f"{value / factor!r} {unit}", spec)
+    assert matches_answer(f"{value / factor!r}", spec | {"value": value / factor, "unit": unit})
+
+
+@given(finite, finite)
+def test_two_numbers_that_differ_are_no_answer(one: float, other: float) -> None:
+    if abs(one - other) > 1e-5 * max(abs(one), abs(other)):
+        for text in (
+            f"{one!r} {other!r}",
+            f"Answer: {one!r}, {other!r}",
+            f"{other!r} ({one!r})",
+            f"{one!r}/{other!r}",
+        ):
+            assert not matches_answer(text, one)
+
+
+@given(st.floats(1, 1e6), st.floats(1e-4, 0.1), st.floats(-0.3, 0.3))
+def test_a_tolerance_is_relative(value: float, tolerance: float, error: float) -> None:
+    if abs(abs(error) - tolerance) > 1e-6:
+        spec = {"type": "number", "value": value, "tolerance": tolerance}
+        assert matches_answer(repr(value * (1 + error)), spec) == (abs(error) <= tolerance)
+
+
+@given(st.dates())
+def test_a_date_matches_itself_in_words(day: Any) -> None:
+    if day.year < 1000:
+        return
+    for text in (day.isoformat(), f"{day:%B} {day.day}, {day.year}", f"{day.day} {day:%b} {day.year}"):
+        assert matches_answer(text, {"type": "date", "value": day.isoformat()})
+
+
+names = st.from_regex(r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){0,2}", fullmatch=True).filter(
+    lambda n: n.split()[0] != "The"
+)
+
+
+@given(names, st.sampled_from(["Inc.", "Corp", "plc", ", Ltd.", "S.A."]))
+def test_case_and_legal_forms_do_not_matter(name: str, form: str) -> None:
+    assert matches_answer(name.upper(), {"type": "name", "value": name})
+    assert matches_answer(f"{name} {form}", {"type": "name", "value": name})
+    assert matches_answer(f"**{name}**.", {"type": "name", "value": f"{name} {form}"})
+
+
+@given(st.text(max_size=300), st.sampled_from([3, MILLIONS, DATE, NAME, SET, ORDERED, True, REFUSAL]))
+def test_any_text_can_be_judged(text: str, answer: Any) -> None:
+    assert matches_answer(text, answer) in (True, False)
+
+
+@given(st.lists(st.from_regex(r"[A-Z]{4}", fullmatch=True), min_size=2, max_size=5, unique=True), st.randoms())
+def test_a_set_matches_in_any_order_and_a_list_in_one(items: list[str], random: Any) -> None:
+    shuffled = random.sample(items, len(items))
+    text = ", ".join(shuffled)
+    assert matches_answer(text, {"type": "set", "values": items})
+    assert matches_answer(text, items) == (shuffled == items)
+    assert not matches_answer(", ".join([*shuffled, "XXXXX"]), {"type": "set", "values": items})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"type": "colour"}, ["'colour'", "'number'"]),
+        ({"value": 3}, ["None", "'number'"]),
+        ({"type": ["number"]}, ["'number'"]),
+        ({"type": "number", "value": "3"}, ["'3'", "`tolerance`"]),
+        ({"type": "number", "value": 3, "tolerance": -1}, ["-1"]),
+        ({"type": "number", "value": 3, "tolerances": 1}, ["tolerances", "tolerance"]),
+        ({"type": "date", "value": "5 March"}, ["5 March", "2024-03-05"]),
+        ({"type": "date", "value": "2024-02-31"}, ["2024-02-31"]),
+        ({"type": "name", "value": ""}, ["`aliases`"]),
+        ({"type": "set", "values": []}, ["at least one"]),
+        ({"type": "boolean", "value": "yes"}, ["true or false"]),
+        (float("nan"), ["nan"]),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused_with_the_task(answer: Any, words: list[str]) -> None:
+    with pytest.raises(TaskFormatError) as caught:
+        is_matched(attempt("3", answer=answer))
+    assert all(word in str(caught.value) for word in [*words, "'t'"])
+
+
+def test_keys_that_a_dataset_filled_in_do_no_harm() -> None:
+    assert matches_answer("3", {"type": "number", "value": 3, "aliases": None, "unit": None, "values": None})
+
+
+def test_the_reward_is_1_for_a_match_and_0_for_all_else() -> None:
+    assert answer_match([attempt("3", answer=3), attempt("4", answer=3), attempt(None, answer=3)]) == [1.0, 0.0, 0.0]
+    with pytest.raises(TaskFormatError, match="no `answer`"):
+        answer_match([attempt("3")])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "is_mentioned"),
+    [
+        ("VLTA had revenue of $12.5 million in 2023, up from 11 million.", MILLIONS, True),
+        ("VLTA had revenue of $11 million in 2023.", MILLIONS, False),
+        ("1, 2, 3, 4, 5, 6 or 12.5 million", MILLIONS, False),
+        ("x" * 2000 + " 12.5 million", MILLIONS, False),
+        ("The split of Northwind Logistics Inc. was on 5 March 2024.", NAME, True),
+        ("The split of Northwind Logic Inc. was on 5 March 2024.", NAME, False),
+        ("The split of Northwind Logistics Inc. was on 5 March 2024.", DATE, True),
+    ],
+)
+def test_a_post_may_say_more_than_the_answer(text: str, answer: Any, is_mentioned: bool) -> None:
+    assert mentions_answer(text, answer) is is_mentioned
+
+
+def test_specs_survive_json() -> None:
+    for answer in (MILLIONS, SET, ORDERED, NAME):
+        assert matches_answer("x", json.loads(json.dumps(answer))) is False
