@@ -6,6 +6,7 @@ from mcp_grpo.rewards.outcome import exact_answer, fault_penalty, is_answered
 from mcp_grpo.rewards.rubric import Rubric
 from mcp_grpo.rewards.shape import call_penalty, efficiency, format_reward
 from mcp_grpo.rewards.states import is_as_expected, matches_state, state_match
+from mcp_grpo.rewards.task import desk_reward, is_done, task_outcome
 
 
 __all__ = [
@@ -13,14 +14,17 @@ __all__ = [
     "Rubric",
     "answer_match",
     "call_penalty",
+    "desk_reward",
     "efficiency",
     "exact_answer",
     "fault_penalty",
     "format_reward",
     "is_answered",
     "is_as_expected",
+    "is_done",
     "is_matched",
     "matches_answer",
     "matches_state",
     "state_match",
+    "task_outcome",
 ]

@@ -258,6 +258,6 @@ async def _reset(config: ServerConfig, session: Session, meta: Mapping[str, Any]
     except Exception:  # it must not take the other sessions down; this one is replaced
         logger.exception("The reset tool of server %r failed in a way that was not foreseen.", config.name)
         return False
-    if result.is_error:
+    if result.is_error and session.is_alive:  # not one that was closed meanwhile
         logger.warning("The reset tool of server %r failed: %s", config.name, result.text)
     return not result.is_error

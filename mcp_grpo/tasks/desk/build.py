@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.servers.world.market import Market

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from mcp_grpo.servers.world.records import Company, IncomeStatement
+from mcp_grpo.servers.world.records import Company, IncomeStatement, Period
 from mcp_grpo.tasks.desk.drafts import (
     FINANCE,
     Draft,
@@ -27,7 +28,7 @@ FIGURES = {
     "operatingIncome": ("operating income", "operating_income"),
     "netIncome": ("net income", "net_income"),
 }
-QUARTERS = {"Q1": "first", "Q2": "second", "Q3": "third", "Q4": "fourth"}
+QUARTERS: Mapping[Period, str] = {"Q1": "first", "Q2": "second", "Q3": "third", "Q4": "fourth"}
 MAX_YEARS = 5
 
 
@@ -53,7 +54,7 @@ class Figure:
     step: Step
 
 
-def statement_figure(pick: Pick, company: Company, *, key: str | None = None, period: str = "FY") -> Figure:
+def statement_figure(pick: Pick, company: Company, *, key: str | None = None, period: Period = "FY") -> Figure:
     """
     A figure of an income statement.
 
@@ -64,7 +65,7 @@ def statement_figure(pick: Pick, company: Company, *, key: str | None = None, pe
             Whose.
         key (`str`, *optional*):
             Which figure, as the tool calls it; any if not given.
-        period (`str`, *optional*, defaults to `"FY"`):
+        period (`Period`, *optional*, defaults to `"FY"`):
             Of which period.
 
     Returns:
@@ -287,7 +288,7 @@ def _ranked(pick: Pick, number: int) -> tuple[str, int, list[Company], list[int]
     companies = pick.some([first, *pick.some(_one_per_issuer(others), number - 1)], number)
     values = [figure_of(_years(pick, company)[year], key) for company in companies]
     ordered = sorted(values)
-    if any((high - low) * 50 < abs(high) for low, high in zip(ordered, ordered[1:], strict=False)):
+    if any((high - low) * 50 < abs(high) for low, high in pairwise(ordered)):
         raise Unsuitable
     return key, year, companies, values
 

@@ -2,10 +2,11 @@
 
 import statistics
 from datetime import date, timedelta
+from itertools import pairwise
 
 from mcp_grpo.servers.world.market import MONTHS
 from mcp_grpo.servers.world.records import Bar, Company
-from mcp_grpo.tasks.desk.drafts import FINANCE, PYTHON, Draft, Pick, Unsuitable, exact, find, shown, step
+from mcp_grpo.tasks.desk.drafts import FINANCE, PYTHON, Draft, Pick, Step, Unsuitable, exact, find, shown, step
 
 
 FIRST_YEAR, LAST_YEAR = 2021, 2024
@@ -72,7 +73,7 @@ def code(pick: Pick) -> Draft:
     else:
         what = "mean absolute change from one close to the next"
         program = "round(sum(abs(b - a) for a, b in zip(closes, closes[1:])) / (len(closes) - 1), 4)"
-        value = statistics.fmean(abs(b - a) for a, b in zip(closes, closes[1:], strict=False))
+        value = statistics.fmean(abs(b - a) for a, b in pairwise(closes))
     if value < 0.05:
         raise Unsuitable
     unit = "%" if kind == 1 else company.currency
@@ -144,6 +145,6 @@ def _bars(pick: Pick, company: Company, start: str, end: str, least: int) -> lis
     return bars
 
 
-def _chart(company: Company, start: str, end: str, bars: list[Bar]):  # noqa: ANN202 (see `step`)
+def _chart(company: Company, start: str, end: str, bars: list[Bar]) -> Step:
     evidence = [f'["{bar.date}",{shown(bar.open / 100)}' for bar in (bars[0], bars[-1])]
     return step(("getFullChart", {"symbol": company.symbol, "from": start, "to": end}), evidence=evidence)

@@ -123,7 +123,7 @@ def restatement(pick: Pick) -> Draft:
     restated = [
         one for one in pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS) if one.fiscal_year == year
     ]
-    if not restated or first is None:
+    if not restated:
         raise Unsuitable
     old, new = figure_of(first, key), figure_of(restated[0], key)
     # The news rounds to a tenth of a million, or to ten million.

@@ -1,0 +1,67 @@
+"""Whether a task was done, whatever it asked for."""
+
+from typing import Any
+
+from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.rewards.answers import answer_spec, is_matched
+from mcp_grpo.rewards.rubric import Rubric
+from mcp_grpo.rewards.shape import call_penalty
+from mcp_grpo.rewards.states import COLUMN, is_as_expected
+from mcp_grpo.types import Trajectory
+
+
+def task_outcome(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    """
+    1 if a trajectory did what its task asked for, 0 otherwise.
+
+    A task with an `answer` wants that answer ([`answer_match`]), one with an `expected_state` wants that state
+    ([`state_match`]), and one with both wants both. That there is no data is paid for only where a tool was asked.
+
+    Args:
+        trajectory (`list[Trajectory]`):
+            The trajectories.
+        kwargs (`Any`):
+            What else the trainer passes to reward functions; not used.
+
+    Returns:
+        `list[float]`: One reward per trajectory.
+    """
+    return [float(is_done(attempt)) for attempt in trajectory]
+
+
+def is_done(trajectory: Trajectory) -> bool:
+    """
+    Whether a trajectory did what its task asked for; see [`task_outcome`].
+
+    Args:
+        trajectory ([`Trajectory`]):
+            A finished trajectory.
+
+    Returns:
+        `bool`: Whether it did.
+    """
+    task = trajectory.task
+    wants_state = task.metadata.get(COLUMN) is not None
+    if task.answer is None and not wants_state:
+        raise TaskFormatError(
+            f"Task {task.task_id!r} has neither an `answer` nor an `{COLUMN}` to compare with. Give every task one of them."
+        )
+    if wants_state and not is_as_expected(trajectory):
+        return False
+    if task.answer is None:
+        return True
+    if not is_matched(trajectory):
+        return False
+    return answer_spec(task.answer)["type"] != "refusal" or any(
+        not exchange.result.kind.is_policy_fault for exchange in trajectory.exchanges
+    )
+
+
+def desk_reward() -> Rubric:
+    """
+    The reward of the desk's tasks: [`task_outcome`], less a little for calls that could not be made ([`call_penalty`]).
+
+    Returns:
+        [`Rubric`]: A reward function, which logs its parts as `rewards/outcome/mean` and `rewards/calls/mean`.
+    """
+    return Rubric({"outcome": task_outcome, "calls": call_penalty()})
