@@ -64,6 +64,10 @@ class BatchingTrainer(PublishingTrainer):
         with self._phases("other"):
             return super().train(*args, **kwargs)
 
+    def measure_phases(self) -> None:
+        """Log the seconds and, on a GPU, the largest memory of each phase of a step, as `profile/<phase>_seconds` and so on."""
+        self._phases.measure()
+
     @property
     def catalog(self) -> Catalog:
         """The tools of the open servers."""

@@ -178,7 +178,7 @@ def test_metrics_decisions_and_phases_of_a_run_are_written(tmp_path: Path, addin
     with make_trainer(
         tmp_path, adding_model, peft_config=LORA, callbacks=[file], schema_mask="syntax", schema_mask_min_prob=0.0
     ) as trainer:
-        trainer._phases.measure()
+        trainer.measure_phases()
         TrajectoryLog(tmp_path / "debug").watch(trainer)
         trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
