@@ -65,7 +65,7 @@ class StrictParser(TrlParser):
         for name in given:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             advice.append(f"`{name}` (did you mean `{near[0]}`?)")
-        raise SettingsError(f"There is no setting {' and no '.join(advice)}. It is in {place}.")
+        raise SettingsError(f"There is no setting {' and no '.join(advice)}, as {place} has it.")
 
 
 def _with_config_apart(arguments: Sequence[str]) -> list[str]:

@@ -1,10 +1,13 @@
 """A tiny random Qwen3 in place of weights that are not here: it calls no tools, but everything around it is real."""
 
+from typing import Any
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 from trl.chat_template_utils import qwen3_chat_template
 
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.types import Trajectory
 
 
 STAND_IN = "stand-in"  # as `model_name_or_path`
@@ -101,3 +104,20 @@ def save_stand_in(folder: str, tokenizer: PreTrainedTokenizerFast, context: int 
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def plain_text(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    """
+    Share of lower-case letters in what was written: something that even a random model can get better at.
+
+    Args:
+        trajectory (`list[Trajectory]`):
+            The trajectories.
+        kwargs (`Any`):
+            What else the trainer passes to reward functions; not used.
+
+    Returns:
+        `list[float]`: One reward per trajectory.
+    """
+    texts = ["".join(str(message.get("content") or "") for message in each.messages) for each in trajectory]
+    return [sum("a" <= letter <= "z" for letter in text) / max(len(text), 1) for text in texts]
