@@ -1,5 +1,6 @@
 """The settings of a run: TRL's, and a few of our own."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
@@ -920,7 +921,7 @@ def _refusals(
             "`use_vllm=True` for continuous batching, or leave both off.",
         ),
         (
-            bool(args.fsdp) and not args.use_vllm,
+            (bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP") == "true") and not args.use_vllm,
             "FSDP cannot generate with `servers`: its processes must call the model equally often, and trajectories "
             "differ. Set `use_vllm=True`, or use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
         ),

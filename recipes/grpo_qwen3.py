@@ -73,7 +73,9 @@ class TrainArguments(TaskArguments):
     )
     server_processes: int = field(default=1, metadata={"help": "Processes of each server of the desk."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
-    debug_trajectory: bool = field(default=False, metadata={"help": "Write every decision of one trajectory per batch."})
+    debug_trajectory: bool = field(
+        default=False, metadata={"help": "Write every decision of one trajectory per batch."}
+    )
     profile: bool = field(default=False, metadata={"help": "Measure seconds and memory of each phase of a step."})
     preflight: bool = field(default=False, metadata={"help": "Check everything, and stop before the first step."})
 

@@ -95,7 +95,9 @@ def conversations(tasks: list[Task], servers: Any) -> list[tuple[Task, list[dict
     found = run_solutions(scripted, servers) if scripted else []
     solved = [(one.trajectory.task, list(one.trajectory.messages)) for one in found if not one.problems]
     if len(solved) < len(found):
-        logger.warning("%d of %d solutions do not solve their task and are left out.", len(found) - len(solved), len(found))
+        logger.warning(
+            "%d of %d solutions do not solve their task and are left out.", len(found) - len(solved), len(found)
+        )
     return recorded + solved
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
 def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_weights(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert grpo_qwen3.main(["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]) is None
+    assert (
+        grpo_qwen3.main(["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]) is None
+    )
     found = capsys.readouterr().out
     assert "found nothing wrong" in found
     assert "finance, python, search, slack" in found
@@ -116,7 +119,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(arguments: list[str], 
 def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: stand-in\nuse_cpu: true\nnum_generation: 4\n")
-    with pytest.raises(SettingsError, match=r"`num_generation` \(did you mean `num_generations`\?\).*configuration file"):
+    with pytest.raises(
+        SettingsError, match=r"`num_generation` \(did you mean `num_generations`\?\).*configuration file"
+    ):
         grpo_qwen3.parse(["--config", str(path)])
     with pytest.raises(SettingsError, match="no configuration file"):
         grpo_qwen3.parse(["--config", str(tmp_path / "other.yaml")])
@@ -141,7 +146,9 @@ def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[
     script, config, model, _ = grpo_qwen3.parse(["--config", str(whole / "config.yaml")])
     assert "secret" not in (whole / "config.yaml").read_text()
     for found, wanted in zip((script, config, model), grpo_qwen3.parse(given), strict=False):
-        differing = {n for n, v in vars(wanted).items() if n != "hub_token" and getattr(found, n) != v and not _is_state(v)}
+        differing = {
+            n for n, v in vars(wanted).items() if n != "hub_token" and getattr(found, n) != v and not _is_state(v)
+        }
         assert not differing
     facts = json.loads((whole / "versions.json").read_text())
     assert facts["catalog_hash"] == trainer.catalog.hash
@@ -217,27 +224,42 @@ def test_the_debug_configuration_trains_on_the_desk_from_the_command_line(tmp_pa
     assert "Traceback" not in refused.stderr
 
 
+def _free_port() -> int:
+    """The first of two ports that nobody listens on."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        try:
+            two.bind(("127.0.0.1", one.getsockname()[1] + 1))
+        except OSError:
+            return _free_port()
+        return one.getsockname()[1]
+
+
 FAKES = {
     # A cluster of two nodes that are both this machine.
     "scontrol": "echo localhost; echo localhost",
     "srun": 'while [[ "$1" == --* ]]; do shift; done; export SLURM_PROCID=0; exec "$@"',
-    "vllm": "echo vllm \"$@\" >>\"$CALLS\"; exec {python} -m http.server 8000 --bind 127.0.0.1",
+    "vllm": 'echo vllm "$@" >>"$CALLS"; exec {python} -m http.server 8000 --bind 127.0.0.1',
     "accelerate": 'echo accelerate "$@" >>"$CALLS"; {training}',
     "mcp-fake": "exec {python} -m http.server {port} --bind 127.0.0.1",
 }
 
 
-@pytest.mark.parametrize(("training", "status"), [("sleep 1; exit 0", 0), ("sleep 1; exit 7", 7), ("exec sleep 600", 143)])
+@pytest.mark.parametrize(
+    ("training", "status"), [("sleep 1; exit 0", 0), ("sleep 1; exit 7", 7), ("exec sleep 600", 143)]
+)
 def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, training: str, status: int) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    port = 8931
+    port = _free_port()
     for name, body in FAKES.items():
         text = body.replace("{python}", sys.executable).replace("{training}", training).replace("{port}", str(port))
         text = text.replace("8000", str(port + 1)) if name == "vllm" else text
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod((programs / name).stat().st_mode | stat.S_IXUSR)
-    script = (ROOT / "recipes" / "slurm" / "train.sbatch").read_text().replace("VLLM_PORT=8000", f"VLLM_PORT={port + 1}")
+    script = (
+        (ROOT / "recipes" / "slurm" / "train.sbatch").read_text().replace("VLLM_PORT=8000", f"VLLM_PORT={port + 1}")
+    )
     (tmp_path / "train.sbatch").write_text(script)
     environment = {
         **os.environ,
@@ -272,6 +294,8 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
     assert "--num_machines 1 --num_processes 8" in calls
     assert f"--config a file.yaml --vllm_mode server --vllm_server_base_url http://localhost:{port + 1}" in calls
     left = subprocess.run(["pgrep", "-f", str(programs)], capture_output=True, text=True, check=False).stdout
-    listening = subprocess.run(["pgrep", "-f", f"http.server {port}"], capture_output=True, text=True, check=False).stdout
+    listening = subprocess.run(
+        ["pgrep", "-f", f"http.server {port}"], capture_output=True, text=True, check=False
+    ).stdout
     assert not left
     assert not listening

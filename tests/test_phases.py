@@ -77,7 +77,9 @@ def test_a_batch_that_outlives_the_first_phase_is_learnt_from_at_its_own_tempera
     with make_trainer(tmp_path, adding_model, Evaluating, peft_config=LORA, **settings) as trainer:
         trainer.train()
     assert trainer.learnt == [1.3, 1.3, 0.7, 0.7]
-    assert [temperature for temperature, _ in trainer.rolled_out].count(1.3) == 1  # evaluation is never of the first phase
+    assert [temperature for temperature, _ in trainer.rolled_out].count(
+        1.3
+    ) == 1  # evaluation is never of the first phase
     history = [entry for entry in trainer.state.log_history if "ratio/p50" in entry]
     for entry in history:  # the weights do not move: any other temperature would show
         assert entry["ratio/p50"] == pytest.approx(1, abs=1e-3)

@@ -84,7 +84,9 @@ def test_scripted_solutions_of_the_desk_are_written_as_a_policy_would_write_them
         assert final == messages[-1]["content"]
         history = list(renderer.prompt_ids(one.trajectory.task.prompt, schemas))
         parsed = [
-            renderer.parse(history, renderer.tokenizer(f"{call}<|im_end|>", add_special_tokens=False)["input_ids"], schemas)
+            renderer.parse(
+                history, renderer.tokenizer(f"{call}<|im_end|>", add_special_tokens=False)["input_ids"], schemas
+            )
             for call in calls
         ]
         assert [call for turn in parsed for call in turn.calls] == [e.call for e in one.trajectory.exchanges]
@@ -94,9 +96,14 @@ def test_scripted_solutions_of_the_desk_are_written_as_a_policy_would_write_them
 def test_a_result_after_the_last_turn_is_read_by_nobody() -> None:
     renderer = renderer_of("qwen3", **TEMPLATE_KWARGS)
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "5"}]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "5"},
+    ]
     prompt = [{"role": "user", "content": "2+3?"}]
-    assert conversation_tokens(renderer, prompt, messages, []) == conversation_tokens(renderer, prompt, messages[:1], [])
+    assert conversation_tokens(renderer, prompt, messages, []) == conversation_tokens(
+        renderer, prompt, messages[:1], []
+    )
     with pytest.raises(TemplateError, match="enable_thinking"):
         renderer_of("glm4moe").turn_ids({"role": "assistant", "content": "5"})
 
@@ -118,7 +125,16 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[str]
     model = save_tiny_model(folder / "model", hidden_size=64, intermediate_size=128)
     arguments = ["--model_name_or_path", model, "--servers", str(folder / "servers.json")]
     arguments += ["--tasks", str(folder / "tasks.jsonl"), "--output_dir", str(folder / "out"), "--use_cpu", "true"]
-    arguments += ["--max_steps", "120", "--learning_rate", "5e-3", "--gradient_accumulation_steps", "1", "--bf16", "false"]
+    arguments += [
+        "--max_steps",
+        "120",
+        "--learning_rate",
+        "5e-3",
+        "--gradient_accumulation_steps",
+        "1",
+        "--bf16",
+        "false",
+    ]
     arguments += ["--logging_steps", "1", "--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no"]
     return folder / "out", sft_warmup.main(arguments), arguments
 
@@ -156,18 +172,31 @@ def test_reinforcement_learning_goes_on_from_a_warm_start(warm: tuple[Path, Any,
 
 def test_an_adapter_is_merged_for_what_follows(warm: tuple[Path, Any, list[str]], tmp_path: Path) -> None:
     _, _, arguments = warm
-    adapter = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    adapter = [
+        "--use_peft",
+        "true",
+        "--lora_target_modules",
+        "all-linear",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    ]
     sft_warmup.main([*arguments, *adapter])
     base = arguments[arguments.index("--model_name_or_path") + 1]
     ids = torch.arange(50).unsqueeze(0)
     with torch.no_grad():
-        before, alone = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (base, tmp_path / "merged"))
+        before, alone = (
+            AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (base, tmp_path / "merged")
+        )
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)(ids).logits
     torch.testing.assert_close(alone, adapted, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(alone, before, atol=1e-3)
 
 
-def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(warm: tuple[Path, Any, list[str]]) -> None:
+def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(
+    warm: tuple[Path, Any, list[str]],
+) -> None:
     _, _, arguments = warm
     with pytest.raises(SettingsError, match="nothing to imitate"):
         sft_warmup.main([*arguments, "--max_length", "50"])

@@ -78,7 +78,9 @@ class TrajectoryLog:
         def text(first: int, last: int) -> str:
             return b"".join(pieces[first:last]).decode("utf-8", "replace")
 
-        lines = [f"Task {trajectory.task.task_id!r}, step {trainer.state.global_step}, temperature {trainer.temperature}"]
+        lines = [
+            f"Task {trajectory.task.task_id!r}, step {trainer.state.global_step}, temperature {trainer.temperature}"
+        ]
         lines += ["", f"== Prompt, as it is rendered: {start} tokens ==", text(0, start)]
         roles = trajectory.roles or ["choice" if s else "environment" for s in trajectory.sampled_mask]
         offset, turn = 0, -1
@@ -109,7 +111,9 @@ class TrajectoryLog:
         lines += ["", "== Outcome ==", f"stop reason: {trajectory.stop_reason}, {trajectory.seconds:.2f} s"]
         if trajectory.error:
             lines.append(f"error: {trajectory.error}")
-        lines.append(f"learnt from: {'yes' if trajectory.is_learnt_from else 'no'}, {int(in_loss.sum())} tokens in the loss")
+        lines.append(
+            f"learnt from: {'yes' if trajectory.is_learnt_from else 'no'}, {int(in_loss.sum())} tokens in the loss"
+        )
         names = trainer.reward_func_names
         lines += [f"reward {name}: {value}" for name, value in zip(names, rewards, strict=True)]
         given = sorted({round(float(a), 6) for a, seen in zip(advantages, in_loss, strict=True) if seen})

@@ -173,7 +173,9 @@ def remedies(phase: str, settings: Any) -> list[str]:
         "sleep": "`vllm_enable_sleep_mode=True` (vLLM gives its memory back while the policy trains)"
         if in_process and not settings.vllm_enable_sleep_mode and not settings.rollout_ahead
         else None,
-        "share": f"`vllm_gpu_memory_utilization={share * 0.7:.2f}` (now {share}, of the whole GPU)" if in_process else None,
+        "share": f"`vllm_gpu_memory_utilization={share * 0.7:.2f}` (now {share}, of the whole GPU)"
+        if in_process
+        else None,
         "adapter": '`weight_sync="adapter"`, with an adapter (the model is not merged and sent as a whole)'
         if settings.use_vllm and settings.weight_sync != "adapter"
         else None,

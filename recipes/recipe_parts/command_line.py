@@ -77,7 +77,9 @@ def _with_config_apart(arguments: Sequence[str]) -> list[str]:
             named = parts[index] if index < len(parts) else ""
             folder = Path(__file__).parent.parent / "configs"
             names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-            raise SettingsError(f"There is no configuration file {named!r}. Those of the recipes are {folder}/ {names}.")
+            raise SettingsError(
+                f"There is no configuration file {named!r}. Those of the recipes are {folder}/ {names}."
+            )
     return parts
 
 

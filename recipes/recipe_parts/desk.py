@@ -35,7 +35,8 @@ class TaskArguments:
     """
 
     servers: str | None = field(
-        default=None, metadata={"help": "JSON file of MCP servers. If `None`, the desk: finance, search, Python, Slack."}
+        default=None,
+        metadata={"help": "JSON file of MCP servers. If `None`, the desk: finance, search, Python, Slack."},
     )
     tasks: str | None = field(
         default=None, metadata={"help": "Tasks to train on: a file, a folder, or a Hub id. If `None`, the desk's."}

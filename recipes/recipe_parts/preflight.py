@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.config import check_arguments
 from mcp_grpo.errors import SettingsError
@@ -52,7 +53,9 @@ class Preflight:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join([*(f"  ok    {each}" for each in self.checked), *(f"  left  {each}" for each in self.left_out)])
+        return "\n".join(
+            [*(f"  ok    {each}" for each in self.checked), *(f"  left  {each}" for each in self.left_out)]
+        )
 
 
 def run_preflight(
@@ -90,11 +93,15 @@ def run_preflight(
     """
     checked, left_out = [], []
     check_arguments(config, train_dataset, {"eval_dataset": eval_dataset})
-    checked.append(f"settings: {config.per_device_train_batch_size} trajectories per device and pass, "
-                   f"{config.generation_batch_size} per batch in groups of {config.num_generations}")
+    checked.append(
+        f"settings: {config.per_device_train_batch_size} trajectories per device and pass, "
+        f"{config.generation_batch_size} per batch in groups of {config.num_generations}"
+    )
     tokenizer, is_real = tokenizer_of(model.model_name_or_path, model.model_revision)
     if not is_real:
-        left_out.append(f"tokenizer of {model.model_name_or_path}: not on this machine; Qwen3's chat template on bytes instead")
+        left_out.append(
+            f"tokenizer of {model.model_name_or_path}: not on this machine; Qwen3's chat template on bytes instead"
+        )
     limit = config.vllm_max_model_length if config.use_vllm else None
     left_out += _left_out(config, model)
     own = {field.name for field in fields(MCPGRPOConfig)}
@@ -116,14 +123,18 @@ def run_preflight(
         ) as trainer:
             catalog = trainer.catalog
             names = sorted({tool.server for tool in catalog.tools})
-            checked.append(f"servers: {', '.join(names)}, with {len(catalog.tools)} tools (catalog {catalog.hash[:16]})")
+            checked.append(
+                f"servers: {', '.join(names)}, with {len(catalog.tools)} tools (catalog {catalog.hash[:16]})"
+            )
             checked.append("chat template: carries tool calls token by token")
             tasks = tasks_from_rows(train_dataset)
             checked.append(f"tasks: {len(tasks)} to train on, {len(eval_dataset) if eval_dataset else 0} to judge by")
             lengths = [len(ids) for ids in trainer._engine.prompt_ids(tasks[:64], trainer._renderer)]
     length = max(lengths) if is_real else int(max(lengths) / CHARACTERS_PER_TOKEN)
     about = "" if is_real else f"about (at {CHARACTERS_PER_TOKEN} characters per token) "
-    checked.append(f"prompts: {about}{length} tokens with their tools, and up to {config.max_completion_length} to follow")
+    checked.append(
+        f"prompts: {about}{length} tokens with their tools, and up to {config.max_completion_length} to follow"
+    )
     room = (limit or QWEN3_CONTEXT) - length
     if room < (config.max_completion_length or 0):
         raise SettingsError(
@@ -142,7 +153,9 @@ def _left_out(config: MCPGRPOConfig, model: Any) -> list[str]:
         installed = "" if find_spec("vllm") else "; it is not installed here (`pip install mcp-grpo[vllm]`)"
         words.append(f"vLLM {place}: needs a GPU{installed}")
     if model.load_in_4bit or model.load_in_8bit:
-        installed = "" if find_spec("bitsandbytes") else "; it is not installed here (`pip install mcp-grpo[quantization]`)"
+        installed = (
+            "" if find_spec("bitsandbytes") else "; it is not installed here (`pip install mcp-grpo[quantization]`)"
+        )
         words.append(f"{4 if model.load_in_4bit else 8}-bit weights by bitsandbytes: need a GPU{installed}")
     if not torch.cuda.is_available() and not config.use_cpu:
         words.append("bf16: needs a GPU, or `use_cpu: true`")
