@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.chat_template_utils import (
     add_response_schema,
@@ -85,6 +86,7 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
         ) as model,
         torch.no_grad(),
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        _unsharded(trainer),
     ):
         was_training = model.training
         model.eval()
@@ -92,6 +94,23 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
             yield model
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def _unsharded(trainer: GRPOTrainer) -> Generator[None]:
+    """In which the weights that FSDP2 shards are whole on every process, so that each may call the model as often as it likes."""
+    modules = [module for module in trainer.model_wrapped.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(
+                bool(trainer.accelerator.state.fsdp_plugin.reshard_after_forward), recurse=False
+            )
 
 
 @contextmanager

@@ -906,6 +906,13 @@ def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) ->
         )
 
 
+def _is_fsdp1(args: MCPGRPOConfig) -> bool:
+    """Whether the policy is sharded by the first FSDP, as the settings or `accelerate launch` have it."""
+    if args.fsdp:
+        return int(cast(Any, args.fsdp_config or {}).get("version", 2)) == 1
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION", "1") == "1"
+
+
 def _refusals(
     args: MCPGRPOConfig, train_dataset: Any, kwargs: Mapping[str, Any]
 ) -> list[tuple[bool | int | None, str]]:
@@ -921,9 +928,9 @@ def _refusals(
             "`use_vllm=True` for continuous batching, or leave both off.",
         ),
         (
-            (bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP") == "true") and not args.use_vllm,
-            "FSDP cannot generate with `servers`: its processes must call the model equally often, and trajectories "
-            "differ. Set `use_vllm=True`, or use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
+            _is_fsdp1(args) and not args.use_vllm,
+            "FSDP 1 cannot generate with `servers`: its processes must call the model equally often, and trajectories "
+            "differ. Set `use_vllm=True`, or use FSDP 2 (`fsdp_version: 2`), or DDP.",
         ),
         (
             not args.ds3_gather_for_generation and not args.use_vllm,

@@ -62,3 +62,22 @@ def test_with_everything_on_two_processes_keep_one_policy_one_value_head_and_one
     history = [entry for entry in first["history"] if "reward" in entry]
     assert history[0]["ratio/p50"] == pytest.approx(1, abs=1e-3)
     assert history[-1]["ref/distance"] > 0
+
+
+def test_fsdp2_trains_as_ddp_does(tmp_path: Path, adding_model: str) -> None:
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
+    results = []
+    for name, changes in (("ddp", {}), ("fsdp2", sharding)):
+        (tmp_path / name).mkdir()
+        finished = run(tmp_path / name, adding_model, changes={"peft": False, "learning_rate": 1e-3, **changes})
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        results.append(json.loads((tmp_path / name / "rank0.json").read_text()))
+    plain, sharded = results
+    assert sharded["is_sharded"]
+    assert not plain["is_sharded"]
+    for one, other in zip(plain["history"], sharded["history"], strict=True):
+        for key in {"loss", "grad_norm", "reward", "num_tokens"} & one.keys():
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+    assert plain["weights"].keys() == sharded["weights"].keys()
+    for name, weight in plain["weights"].items():
+        assert sharded["weights"][name] == pytest.approx(weight, abs=1e-3)
