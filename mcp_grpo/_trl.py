@@ -99,7 +99,8 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
 @contextmanager
 def _unsharded(trainer: GRPOTrainer) -> Generator[None]:
     """In which the weights that FSDP2 shards are whole on every process, so that each may call the model as often as it likes."""
-    modules = [module for module in trainer.model_wrapped.modules() if isinstance(module, FSDPModule)]
+    self: Any = trainer
+    modules = [module for module in self.model_wrapped.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
         module.set_reshard_after_forward(False, recurse=False)
@@ -109,7 +110,7 @@ def _unsharded(trainer: GRPOTrainer) -> Generator[None]:
         for module in modules:
             module.reshard()
             module.set_reshard_after_forward(
-                bool(trainer.accelerator.state.fsdp_plugin.reshard_after_forward), recurse=False
+                bool(self.accelerator.state.fsdp_plugin.reshard_after_forward), recurse=False
             )
 
 

@@ -44,6 +44,10 @@ if "fsdp" in changes:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
 
     AcceleratorState.__init__ = init
+if "deepspeed" in changes:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")  # on a CPU `accelerate` leaves it out
 config = MCPGRPOConfig(
     output_dir=folder,
     use_cpu=True,
@@ -69,6 +73,10 @@ with MCPGRPOTrainer(
 ) as trainer:
     trainer.train()
 parameters = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
+if "deepspeed" in changes:
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        is_partitioned = any(p.ds_numel > p.ds_tensor.numel() for p in parameters.values())
+        parameters = {n: p.detach().clone() for n, p in parameters.items()}
 whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters.items()}
 weights = {n: p.double().sum().item() for n, p in whole.items()}
 result = {
@@ -76,6 +84,7 @@ result = {
     "history": trainer.state.log_history,
     "weights": weights,
     "tasks": [t.task_id for t in trainer._tasks],
-    "is_sharded": any(isinstance(p, DTensor) for p in parameters.values()),
+    "is_sharded": any(isinstance(p, DTensor) for p in parameters.values())
+    or ("deepspeed" in changes and is_partitioned),
 }
 Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
