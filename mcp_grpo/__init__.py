@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mcp_grpo.config import MCPGRPOConfig
     from mcp_grpo.errors import MCPGRPOError
     from mcp_grpo.evaluation import comparison_table, evaluate
+    from mcp_grpo.hub import export_for_serving, load_adapter, serve_command
     from mcp_grpo.monitor import TrainingProgress, plot_curves
     from mcp_grpo.rewards import exact_answer, fault_penalty
     from mcp_grpo.tools import Cassette, ToolPool, load_servers
@@ -30,9 +31,12 @@ _HOMES = {
     "comparison_table": "evaluation",
     "evaluate": "evaluation",
     "exact_answer": "rewards",
+    "export_for_serving": "hub",
     "fault_penalty": "rewards",
+    "load_adapter": "hub",
     "load_servers": "tools",
     "plot_curves": "monitor",
+    "serve_command": "hub",
 }
 
 __all__ = [
@@ -50,9 +54,12 @@ __all__ = [
     "comparison_table",
     "evaluate",
     "exact_answer",
+    "export_for_serving",
     "fault_penalty",
+    "load_adapter",
     "load_servers",
     "plot_curves",
+    "serve_command",
 ]
 
 

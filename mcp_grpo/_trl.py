@@ -5,7 +5,8 @@ What is taken from TRL without TRL's promise to keep it.
 reads, so that an upgrade which moves something fails there, in words, and not in the middle of a run.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -54,6 +55,7 @@ __all__ = [
     "per_update",
     "policy_for_generation",
     "supports_tool_calling",
+    "tables_as_text",
     "vllm_made_by",
 ]
 
@@ -205,6 +207,41 @@ def engine_arguments(arguments: Mapping[str, Any]) -> Generator[None]:
         yield
     finally:
         module.LLM = original
+
+
+class _TablesAsText:
+    """Weights & Biases, with tables in which what is neither text nor a number is written as JSON."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
+
+    def Table(self, dataframe: Any) -> Any:
+        def as_text(value: Any) -> Any:
+            return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else value
+
+        return self._tracker.Table(dataframe=dataframe.map(as_text))
+
+
+@contextmanager
+def tables_as_text() -> Iterator[None]:
+    """
+    In which TRL's tables of completions reach Weights & Biases.
+
+    It wants the same keys in every cell of a column, and messages with tool calls have others than those without.
+    """
+    module: Any = grpo_trainer
+    original = getattr(module, "wandb", None)
+    if original is None:
+        yield
+        return
+    module.wandb = _TablesAsText(original)
+    try:
+        yield
+    finally:
+        module.wandb = original
 
 
 def per_update(trainer: GRPOTrainer, count: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     desk.add_argument("--finance", choices=("fmp", "polygon"), help="live data, with a key from the environment")
     desk.add_argument("--search", choices=("tavily",), help="live search, with a key from the environment")
     desk.add_argument("--slack", choices=("live",), help="a real workspace, with a token from the environment")
+    desk.add_argument("--compare", metavar="FILE", help="instead, say how the tools of this mcpServers file differ")
     desk.set_defaults(run=_desk)
     tasks = commands.add_parser("tasks", help="make, check, import and look at tasks").add_subparsers(
         required=True, metavar="action"
@@ -83,8 +84,36 @@ def _parser() -> argparse.ArgumentParser:
 def _desk(arguments: argparse.Namespace) -> int:
     from mcp_grpo.servers import desk_servers
 
+    if arguments.compare is not None:
+        return _compare(arguments)
     backends = {name: getattr(arguments, name) for name in ("finance", "search", "slack") if getattr(arguments, name)}
     sys.stdout.write(json.dumps(desk_servers(seed=arguments.world, backends=backends), indent=2) + "\n")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    import anyio
+
+    from mcp_grpo.servers import desk_servers
+    from mcp_grpo.tools import ToolPool, catalog_differences, load_servers
+
+    async def catalogs() -> list[Any]:
+        theirs = load_servers(arguments.compare)
+        ours = {
+            name: entry for name, entry in desk_servers()["mcpServers"].items() if name in {one.name for one in theirs}
+        }
+        found: list[Any] = []
+        for servers in (ours or desk_servers(), theirs):
+            async with ToolPool(servers) as pool:
+                found.append(pool.catalog)
+        return found
+
+    console = Console()
+    differences = catalog_differences(*anyio.run(catalogs))
+    for one in differences:
+        console.print(f"- {one}", highlight=False, soft_wrap=True)
+    if not differences:
+        console.print("The tools are those of the desk, with the same arguments.")
     return 0
 
 

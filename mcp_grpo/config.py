@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 from datasets import Dataset
 from transformers import PretrainedConfig, ProcessorMixin
+from transformers.integrations.integration_utils import is_trackio_available
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -152,6 +153,9 @@ class MCPGRPOConfig(GRPOConfig):
             How far the value of a token may move from where it was when it was sampled, in its loss. `None` for no limit.
         push_value_head (`bool`, *optional*, defaults to `False`):
             Whether the value head goes to the Hub with the model.
+        report_to (`str` or `list[str]`, *optional*):
+            Trackers: `"wandb"`, `"trackio"` and others of Transformers, or `"none"`. If not given, every figure goes to
+            `metrics.jsonl` in the output folder and, where it is installed, to Trackio, which keeps it on this machine.
         truncation (`str`, *optional*, defaults to `"terminal"`):
             What a trajectory is that ran out of turns or tokens: `"terminal"` takes it for ended; `"mask"` leaves it out of
             loss and baseline; `"bootstrap"` lets the value head say what would have followed.
@@ -397,6 +401,13 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether the value head goes to the Hub with the model.",
         },
     )
+    report_to: str | list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Trackers of Transformers, or `none`. If not given, `metrics.jsonl` in the output folder, and Trackio if "
+            "it is installed.",
+        },
+    )
     truncation: str = field(
         default="terminal",
         metadata={
@@ -534,6 +545,9 @@ class MCPGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.use_cpu and not is_torch_bf16_gpu_available():
             self.bf16 = False  # TRL turns it on by default, and then refuses a machine that has no such GPU
+        self.writes_metrics = self.report_to is None
+        if self.report_to is None:
+            self.report_to = "trackio" if is_trackio_available() else "none"
         super().__post_init__()
         if self.max_turns < 1:
             raise SettingsError(f"`max_turns` must be at least 1, got {self.max_turns}.")

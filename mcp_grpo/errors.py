@@ -53,3 +53,7 @@ class HealthError(MCPGRPOError, RuntimeError):
 
 class OutOfMemoryError(MCPGRPOError, RuntimeError):
     """A GPU without room for a phase of a training step."""
+
+
+class PublishingError(MCPGRPOError, ValueError):
+    """Files that were not uploaded, because something private is in them."""

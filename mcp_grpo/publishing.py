@@ -1,24 +1,47 @@
 """What is written when a policy is saved, what a run goes on from, and what is shown to others."""
 
 import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset
+from huggingface_hub import get_token
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from mcp_grpo._trl import tables_as_text
+from mcp_grpo.config import MCPGRPOConfig
+from mcp_grpo.evaluation import Evaluation, comparison_rows
+from mcp_grpo.hub import (
+    POLICY_FILE,
+    PolicyFacts,
+    PrivateValues,
+    hub_name,
+    publishable_copy,
+    run_command,
+    uploads_of,
+    write_facts,
+)
 from mcp_grpo.learning import load_value_head, save_value_head, without_value_head
 from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
-from mcp_grpo.monitor import rewrite_card
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, RunSummary, plot_curves, rewrite_card, trajectory_columns
 from mcp_grpo.objective import ObjectiveTrainer
 from mcp_grpo.rollout import Renderer, RolloutEngine
+from mcp_grpo.types import Trajectory
 
 
 STATE_FILE = "objective-{rank}.pt"  # in a checkpoint, beside those of the optimizer and the random state
+CURVES_FILE = "curves.png"
+KINDS = ("family", "difficulty")  # columns that say what kind of task a row is
+MAX_KINDS = 40  # with more, a column names tasks rather than kinds
 
 
 class PublishingTrainer(ObjectiveTrainer):
-    """Checkpoints that hold all that a run goes on from, and a model card that names the tools."""
+    """Checkpoints that hold all that a run goes on from, trackers, and folders that can be shown to others."""
 
     _tag_names = ["trl", "grpo", "mcp-grpo"]  # noqa: RUF012 (TRL's own attribute)
     _name = "MCP-GRPO"
@@ -27,29 +50,200 @@ class PublishingTrainer(ObjectiveTrainer):
     _renderer: Renderer
     _tokenizer: Any
     _num_rollouts: int
-    _is_pushing = False
+    _trajectories: list[Trajectory]
+    _results: tuple[str, list[tuple[str, float, float]]] = ("", [])
 
-    def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(model_name, *args, **kwargs)
-        if self._engine is not None and self.is_world_process_zero():
-            folder = Path(cast("str", self.args.output_dir))
-            rewrite_card(
-                folder / "README.md",
-                self._engine.catalog,
-                model_name=model_name or folder.name,
-                model_id=self.hub_model_id or folder.name,
-                is_adapter=bool(is_peft_model(self.model)),
+    def __init__(self, model: Any, reward_funcs: Any, args: MCPGRPOConfig, train_dataset: Any, **kwargs: Any) -> None:
+        super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        if args.writes_metrics:
+            self.add_callback(MetricsFile(Path(cast("str", args.output_dir)) / METRICS_FILE))
+
+    # ---- What others see ----
+
+    def add_results(
+        self,
+        before: Evaluation | Mapping[str, float],
+        after: Evaluation | Mapping[str, float],
+        title: str = "On tasks that were not trained on:",
+    ) -> None:
+        """
+        Note how well the policy did before and after training, for the model card.
+
+        Without it, the card has the first and the last figures of [`~transformers.Trainer.evaluate`], if there are any.
+
+        Args:
+            before (`Evaluation` or `Mapping[str, float]`):
+                What [`evaluate`] returned before training, or figures by name.
+            after (`Evaluation` or `Mapping[str, float]`):
+                The same, after it.
+            title (`str`, *optional*, defaults to `"On tasks that were not trained on:"`):
+                What the figures were measured on, in a sentence.
+        """
+        if isinstance(before, Evaluation) and isinstance(after, Evaluation):
+            rows = comparison_rows(before, after)
+        else:
+            first, last = cast("Mapping[str, float]", before), cast("Mapping[str, float]", after)
+            rows = [(name, first[name], last[name]) for name in first if name in last]
+        self._results = title, rows
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """See [`~trl.GRPOTrainer`]. The card names servers, tools and tasks, and shows curves, results and the command."""
+        super().create_model_card(model_name, dataset_name, *args, **kwargs)
+        if self._engine is None or not self.is_world_process_zero():
+            return
+        folder = Path(cast("str", self.args.output_dir))
+        card = folder / "README.md"
+        rewrite_card(
+            card,
+            self._engine.catalog,
+            model_name=model_name or folder.name,
+            model_id=self.hub_model_id or folder.name,
+            is_adapter=bool(is_peft_model(self.model)),
+            base_model=hub_name(self.model.config._name_or_path),
+            summary=self._summary(folder, dataset_name),
+        )
+        card.write_text(self._private_values.hide(card.read_text()))
+        write_facts(folder, self._facts)
+
+    def _summary(self, folder: Path, dataset_name: str | None) -> RunSummary:
+        rows, history = self.train_dataset, self.state.log_history
+        title, results = self._results
+        evaluations = [entry for entry in history if "eval_reward" in entry]
+        if not results and len(evaluations) > 1:
+            first, last = evaluations[0], evaluations[-1]
+            names = [
+                "eval_reward",
+                *(name for name in first if name.startswith("eval_rewards/") and name.endswith("/mean")),
+            ]
+            results = [(name.removeprefix("eval_"), first[name], last[name]) for name in names if name in last]
+            title = f"On the evaluation set, at step {first['step']} and at step {last['step']}:"
+        panels = {
+            "Reward": ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)],
+            "Tools": ["tools/valid_rate", "tools/call_frequency", "stop/answered"],
+            "Entropy": ["entropy"],
+            "Gradient norm": ["grad_norm"],
+        }
+        if has_curves := any("reward" in entry for entry in history):
+            plot_curves(history, panels, folder / CURVES_FILE)
+        columns = rows.column_names if isinstance(rows, Dataset) else ()
+        kinds = {name: Counter(map(str, cast(Any, rows)[name])) for name in KINDS if name in columns}
+        return RunSummary(
+            num_tasks=len(rows) if isinstance(rows, Dataset) else None,
+            kinds={name: dict(sorted(counts.items())) for name, counts in kinds.items() if len(counts) <= MAX_KINDS},
+            dataset_name=dataset_name,
+            results=results,
+            results_title=title,
+            has_curves=has_curves,
+            num_steps=self.state.global_step,
+            command=run_command(),
+        )
+
+    @property
+    def _facts(self) -> PolicyFacts:
+        assert self._engine
+        return PolicyFacts(
+            chat_template_kwargs=self._renderer.chat_template_kwargs,
+            tools=[tool.schema for tool in self._engine.catalog.tools],
+            catalog_hash=self._engine.catalog.hash,
+        )
+
+    @property
+    def _private_values(self) -> PrivateValues:
+        assert self._engine
+        args, base = self.args, self.model.config._name_or_path
+        secrets = [args.hub_token, get_token(), *self._engine.secrets]
+        return PrivateValues.of(secrets, [args.output_dir, args.cassette, base if Path(base).exists() else None])
+
+    @contextmanager
+    def _clean_uploads(self) -> Iterator[None]:
+        """In which only what makes up a policy is uploaded, with nothing private in it."""
+        if self._engine is None:
+            yield
+            return
+        output_dir, private = Path(cast("str", self.args.output_dir)), self._private_values
+
+        def copy(folder: Path, target: Path) -> None:
+            is_checkpoint = folder.resolve() != output_dir.resolve()
+            publishable_copy(
+                folder,
+                target,
+                private=private,
+                is_checkpoint=is_checkpoint,
+                with_value_head=self.args.push_value_head,
             )
 
+        with uploads_of(copy, beside=output_dir):
+            yield
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_pushing = not self.args.push_value_head
-        try:
+        """
+        See [`~transformers.Trainer`]. Uploaded are the policy, its tokenizer with the chat template of training, and the card
+        with its curves; the value head with `push_value_head=True`; nothing else that is in the folder.
+        """
+        with self._clean_uploads():
             return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        head, output_dir = Path(checkpoint_folder) / VALUE_HEAD_FILE, Path(cast("str", self.args.output_dir))
+        if self.args.push_value_head and head.is_file() and self.is_world_process_zero():
+            shutil.copy(head, output_dir)
+        with self._clean_uploads(), self._training_template():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See [`~transformers.Trainer`]. The model card and its curves are written, too."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call or self._engine is None or not self.is_world_process_zero():
+            return
+        folder = Path(cast("str", self.args.output_dir))
+        self.create_model_card(model_name=(self.args.hub_model_id or folder.name).split("/")[-1])
+        if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
+            for name in ("README.md", CURVES_FILE, POLICY_FILE):
+                if (folder / name).is_file():
+                    shutil.copy(folder / name, output_dir)
+
+    # ---- Trackers ----
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._engine is not None and self.log_completions:
+            for name, values in trajectory_columns(self._trajectories).items():
+                self._pending_extra_logs[name].extend(values)
+        return rewards
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """See [`~trl.GRPOTrainer`]."""
+        with tables_as_text():
+            super().log(logs, start_time)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self._engine is not None and self.model.training:
+            # At once, because the step takes as long again, and may fail. After it, they are logged as means over
+            # `logging_steps`; so these have names of their own.
+            figures = {f"batch/{name}": values[-1] for name, values in self._metrics["train"].items() if values}
+            trackers = (MetricsFile, *INTEGRATION_TO_CALLBACK.values())
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, trackers):
+                    callback.on_log(self.args, self.state, self.control, logs=dict(figures), model=self.model)
+        return batch
+
+    # ---- What a run goes on from ----
+
+    @contextmanager
+    def _training_template(self) -> Iterator[None]:
+        """In which the tokenizer is saved with the template of training: with the stock one, the policy would see other histories."""
+        stock = self._tokenizer.chat_template
+        if self._engine is not None:
+            self._tokenizer.chat_template = self._renderer.chat_template or stock
+        try:
+            yield
         finally:
-            if self._is_pushing and self._critic is not None and self.args.should_save:
-                # It has had to go for a while.
-                save_value_head(self._critic.head, cast("str", self.args.output_dir))
-            self._is_pushing = False
+            self._tokenizer.chat_template = stock
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(cast("str", output_dir or self.args.output_dir))
@@ -57,19 +251,13 @@ class PublishingTrainer(ObjectiveTrainer):
         if self._critic is not None and (state_dict is not None or not is_peft_model(policy)):
             # In a file of its own: what serves the policy does not know it.
             state_dict, own = without_value_head(self.model.state_dict() if state_dict is None else state_dict)
-        stock = self._tokenizer.chat_template
-        if self._engine is not None:
-            # The template the policy was trained on goes with it: with the stock one it would see other histories.
-            self._tokenizer.chat_template = self._renderer.chat_template or stock
-        try:
+        with self._training_template():
             super()._save(output_dir, state_dict)
-        finally:
-            self._tokenizer.chat_template = stock
         if not self.args.should_save:
             return
-        if self._critic is not None and self._is_pushing:
-            (folder / VALUE_HEAD_FILE).unlink(missing_ok=True)
-        elif self._critic is not None:
+        if self._engine is not None:
+            write_facts(folder, self._facts)
+        if self._critic is not None:
             save_value_head(self._critic.head, folder, own)
         if "ref" in getattr(policy, "peft_config", {}):
             # In a folder beside the adapter, it is all that a resumed run would load: the policy would silently start

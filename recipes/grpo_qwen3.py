@@ -31,7 +31,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress
 from mcp_grpo.errors import MCPGRPOError, SettingsError
-from mcp_grpo.monitor import MetricsFile, TrajectoryLog, plot_curves, profile_table
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrajectoryLog, plot_curves, profile_table
 
 
 logger = logging.getLogger("recipes")
@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
             servers=servers,
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
-            callbacks=[MetricsFile(folder.path / "metrics.jsonl")],
+            callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
         ) as trainer:
             folder.write(trainer.catalog, len(train_dataset))
             train(trainer, script, folder.path, checkpoint)

@@ -43,9 +43,7 @@ from mcp_grpo import (
     evaluate,
     exact_answer,
     fault_penalty,
-    plot_curves,
 )
-from mcp_grpo.evaluation import Evaluation, comparison_rows
 
 
 WORLD = Path(__file__).parent / "quickstart_world"
@@ -98,8 +96,10 @@ def main(arguments: Arguments) -> bool:
         print(f"Held-out tasks solved before training: {before.success:.0%}")
         trainer.train()
         after = evaluate(trainer.roll_out(held_out, num_generations=2))
+        trainer.add_results(
+            before, after, f"In {before.num_trajectories} attempts at held-out tasks, with seed {arguments.seed}:"
+        )
         trainer.save_model()
-        trainer.create_model_card(model_name="quickstart")
 
     summary = {
         "success_before": before.success,
@@ -110,20 +110,12 @@ def main(arguments: Arguments) -> bool:
         "after": asdict(after),
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    panels = {
-        "Success": ["rewards/exact_answer/mean", "tools/valid_rate"],
-        "Entropy": ["entropy"],
-        "Gradient norm": ["grad_norm"],
-    }
-    plot_curves(trainer.state.log_history, panels, output_dir / "curves.png")
-    with (output_dir / "README.md").open("a") as card:
-        card.write(results(before, after, arguments.seed))
     rich.print(comparison_table(before, after, title="Held-out tasks, before and after GRPO"))
     print(
         f"Took {summary['seconds']:.0f} s. Curves: {output_dir}/curves.png, figures: {output_dir}/summary.json. "
         "Load the adapter with:\n\n"
-        "    from peft import AutoPeftModelForCausalLM\n"
-        f'    model = AutoPeftModelForCausalLM.from_pretrained("{output_dir}")\n'
+        "    from mcp_grpo import load_adapter\n"
+        f'    model, tokenizer = load_adapter("{output_dir}")\n'
     )
     return before.success <= MAX_SUCCESS_BEFORE and after.success >= MIN_SUCCESS_AFTER
 
@@ -147,13 +139,6 @@ def make_config(output_dir: Path, seed: int, **settings: Any) -> MCPGRPOConfig:
         report_to="none",
         **settings,
     )
-
-
-def results(before: Evaluation, after: Evaluation, seed: int) -> str:
-    """What the model card says about the outcome."""
-    rows = [f"| {name} | {first:.2f} | {second:.2f} |" for name, first, second in comparison_rows(before, after)]
-    heading = f"## Results\n\nIn {before.num_trajectories} attempts at held-out tasks, with seed {seed}:\n\n"
-    return "\n" + heading + "\n".join(["| | before | after |", "|---|---|---|", *rows, "", "![](curves.png)", ""])
 
 
 def make_base_model(rows: list[dict], folder: Path, seed: int) -> str:

@@ -50,7 +50,7 @@ def same_process(request: pytest.FixtureRequest) -> Iterator[None]:
     environ, hook, set_num_threads = dict(os.environ), sys.excepthook, torch.set_num_threads
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if any("vllm_server" in getattr(item, "fixturenames", ()) for item in request.session.items):
+    if any("vllm_server" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("vllm_server_process")  # it takes a minute to start
     yield
     from vllm.distributed import cleanup_dist_env_and_memory  # noqa: TID251

@@ -175,9 +175,8 @@ def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[
     for name, weight in expected.items():
         assert found[name].equal(weight), name
     assert any(not weight.equal(before[name]) for name, weight in expected.items())
-    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-    assert steps.count(1) == 1
+    logged = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "grad_norm" in line] == [1, 2]
     assert "Settings have changed" not in (resumed / "run.log").read_text()
 
 

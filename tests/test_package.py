@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+from transformers import trainer as transformers_trainer
 from trl import GRPOTrainer
 
 import mcp_grpo
@@ -54,7 +55,7 @@ def test_importing_the_trainer_does_not_import_what_it_can_do_without() -> None:
 
 
 def test_every_error_is_also_the_builtin_it_replaces() -> None:
-    for error in MCPGRPOError.__subclasses__():
+    for error in (one for one in MCPGRPOError.__subclasses__() if one.__module__ == "mcp_grpo.errors"):
         assert len(error.__bases__) == 2
         assert issubclass(error.__bases__[1], (ValueError, RuntimeError, ConnectionError))
 
@@ -68,9 +69,12 @@ def test_trl_still_has_the_methods_that_are_overridden() -> None:
         "_generate_and_score_completions",
         "_load_from_checkpoint",
         "_load_optimizer_and_scheduler",
+        "_push_from_checkpoint",
         "_save",
         "_save_rng_state",
         "create_optimizer",
+        "log",
+        "save_model",
     ):
         ours, theirs = (inspect.signature(getattr(owner, name)) for owner in (MCPGRPOTrainer, GRPOTrainer))
         assert list(ours.parameters) == list(theirs.parameters), f"TRL changed the parameters of `{name}`"
@@ -84,6 +88,13 @@ def test_trl_still_returns_what_is_read_by_position_and_name() -> None:
     assert 'output["sampling_per_token_logps"]' in score
     loss = inspect.getsource(GRPOTrainer._compute_loss)
     assert 'inputs.get("old_per_token_logps")' in loss
+
+
+def test_every_upload_of_the_trainer_is_one_that_is_made_clean() -> None:
+    source = inspect.getsource(transformers_trainer)
+    assert source.count("hf_api().upload_folder(") == 3
+    assert "upload_file(" not in source
+    assert "logging_backend.Table(dataframe=df)" in inspect.getsource(GRPOTrainer.log)
 
 
 def test_trl_s_row_mean_losses_are_the_ones_that_are_rescaled() -> None:

@@ -1,6 +1,5 @@
 """The first phase of sampling, and the phases of a step: ratios stay 1, and where memory runs out is said."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from peft import LoraConfig
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.errors import OutOfMemoryError, SettingsError
-from mcp_grpo.monitor import MetricsFile, Phases, TrajectoryLog, profile_table
+from mcp_grpo.monitor import Phases, TrajectoryLog, profile_table
 from mcp_grpo.monitor.profile import PHASES, remedies
 
 
@@ -174,18 +173,14 @@ def test_a_phase_within_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPat
     assert "| scoring | 1.000 | 20% | - |" in table
 
 
-def test_metrics_decisions_and_phases_of_a_run_are_written(tmp_path: Path, adding_model: str) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+def test_decisions_and_phases_of_a_run_are_written(tmp_path: Path, adding_model: str) -> None:
     with make_trainer(
-        tmp_path, adding_model, peft_config=LORA, callbacks=[file], schema_mask="syntax", schema_mask_min_prob=0.0
+        tmp_path, adding_model, peft_config=LORA, schema_mask="syntax", schema_mask_min_prob=0.0
     ) as trainer:
         trainer.measure_phases()
         TrajectoryLog(tmp_path / "debug").watch(trainer)
         trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 2]
-    logged = lines[1]
+    logged = trainer.state.log_history[1]
     spent = sum(logged[f"profile/{name}_seconds"] for name in PHASES if f"profile/{name}_seconds" in logged)
     assert spent == pytest.approx(logged["profile/step_seconds"])
     assert logged["profile/rollout_seconds"] > 0

@@ -59,6 +59,12 @@ def run_solutions(tasks: Sequence[Task], servers: Any, *, timeout: float = 120.0
     broken = [one for one in run_solutions(tasks, desk_servers()) if one.problems]
     ```
     """
+    for task in tasks:
+        if not isinstance(task.metadata.get(COLUMN), Mapping):
+            raise TaskFormatError(
+                f"Task {task.task_id!r} has no `{COLUMN}` to run. Tasks of `mcp-grpo tasks build` have one; write one for "
+                "yours, or leave them out."
+            )
     return anyio.run(_run_all, tasks, servers, timeout)
 
 
@@ -77,12 +83,7 @@ async def _run_all(tasks: Sequence[Task], servers: Any, timeout: float) -> list[
 
 
 async def _run(task: Task, pool: ToolPool, timeout: float) -> Solution:
-    script = task.metadata.get(COLUMN)
-    if not isinstance(script, Mapping):
-        raise TaskFormatError(
-            f"Task {task.task_id!r} has no `{COLUMN}` to run. Tasks of `mcp-grpo tasks build` have one; write one for yours, or "
-            "leave them out."
-        )
+    script = task.metadata[COLUMN]
     attempt = _Attempt(task)
     states: dict[str, Any] = {}
     try:

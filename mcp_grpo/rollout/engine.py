@@ -65,6 +65,11 @@ class RolloutEngine:
         """The tools of the open servers."""
         return self._pool.catalog
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Keys and tokens that the servers were given, which nobody else is to see."""
+        return tuple(secret for config in self._pool.configs for secret in config.secret_values)
+
     def schemas_for(self, task: Task) -> list[dict[str, Any]]:
         """
         The tools of a task, as chat templates take them.

@@ -22,6 +22,10 @@ OUTAGE = "mcp_grpo/outage"
 READ_ONLY = types.ToolAnnotations(read_only_hint=True)
 
 
+class OutageError(ToolError):
+    """What a tool of ours relies on has failed: the policy is not to blame, and need not pay for it."""
+
+
 class DeskServer(MCPServer):
     """
     An MCP server that spends few tokens: schemas say no more than they must, and errors are in the tool's own words.
@@ -53,7 +57,7 @@ class DeskServer(MCPServer):
             raise
         except ToolError as error:
             cause = error.__cause__
-            if isinstance(cause, VendorError) and cause.is_outage:
+            if isinstance(cause, OutageError) or (isinstance(cause, VendorError) and cause.is_outage):
                 text = types.TextContent(type="text", text=str(cause))
                 return types.CallToolResult(content=[text], is_error=True, _meta={OUTAGE: True})
             raise cause if isinstance(cause, ToolError) else error from None

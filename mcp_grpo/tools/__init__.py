@@ -3,8 +3,9 @@
 from mcp_grpo.tools.cassette import Cassette
 from mcp_grpo.tools.catalog import Catalog, Tool
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.differences import catalog_differences
 from mcp_grpo.tools.loading import load_servers
 from mcp_grpo.tools.pool import Lease, ToolPool
 
 
-__all__ = ["Cassette", "Catalog", "Lease", "ServerConfig", "Tool", "ToolPool", "load_servers"]
+__all__ = ["Cassette", "Catalog", "Lease", "ServerConfig", "Tool", "ToolPool", "catalog_differences", "load_servers"]

@@ -249,7 +249,7 @@ class ServerConfig:
             `Any`: The same, with `***` in place of the values of `headers`, and of those values of `env` and of the
             environment whose name speaks of a secret (`key`, `token`, `pass`, ...) or that hold a password.
         """
-        return hidden(self._secret_values, value)
+        return hidden(self.secret_values, value)
 
     @cached_property
     def error_regexes(self) -> tuple[re.Pattern[str], ...]:
@@ -261,7 +261,8 @@ class ServerConfig:
         return private_values([*self.env.items(), *self.secrets.items(), *url_values(self.url or "")], self.headers)
 
     @cached_property
-    def _secret_values(self) -> tuple[str, ...]:
+    def secret_values(self) -> tuple[str, ...]:
+        """What is probably a secret among `headers`, `env` and the values that were taken from the environment."""
         return secret_values([*self.env.items(), *self.secrets.items(), *url_values(self.url or "")], self.headers)
 
 

@@ -90,6 +90,7 @@ def warm_up(
     batch_size: int = 16,
     learning_rate: float = 3e-3,
     noise: float = 0.5,
+    target_loss: float = 0.004,
     seed: int = 0,
 ) -> None:
     """
@@ -118,6 +119,8 @@ def warm_up(
         noise (`float`, *optional*, defaults to `0.5`):
             How often a noisy solution picks blindly among tools that look alike: the head-room for reinforcement
             learning.
+        target_loss (`float`, *optional*, defaults to `0.004`):
+            Loss of right solutions at which it goes on to noisy ones. A higher one is sooner reached.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the tokens to repeat, of the order of tasks and of the noise.
     """
@@ -136,7 +139,7 @@ def warm_up(
 
     model.train()
     _learn("Learning to copy", repetition, optimizer, ramp, max_steps=600, target_loss=0.05)
-    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=0.004)
+    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=target_loss)
     optimizer.param_groups[0]["lr"] = learning_rate / 3
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_noisy_steps)
     _learn("Blurring choices", lambda: solutions(noise), optimizer, decay, max_steps=num_noisy_steps)

@@ -13,8 +13,10 @@ import anyio
 import psutil
 import pytest
 
+from mcp_grpo.errors import ToolServerError
 from mcp_grpo.servers.python.process import Limits
 from mcp_grpo.servers.python.sandbox import open_sandbox
+from mcp_grpo.servers.python.server import python_server
 from mcp_grpo.servers.python.states import StateLostError, States
 from mcp_grpo.tools import Lease, ServerConfig, ToolPool
 from mcp_grpo.types import ResultKind, Task, ToolCall, ToolResult
@@ -333,3 +335,14 @@ def test_it_says_at_start_what_keeps_the_code_in() -> None:
     command = [sys.executable, "-m", "mcp_grpo.servers.python", "--sandbox", "rlimits"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", check=False)
     assert re.match(r"sandbox: rlimits (\+ seccomp|only)\n", done.stderr)
+
+
+async def test_a_sandbox_that_does_not_start_is_nobody_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ToolServerError("The sandboxed process did not start: no room.")
+
+    monkeypatch.setattr(States, "run", broken)
+    async with ToolPool({"python": python_server(open_sandbox("auto", Limits()))}) as pool:
+        result = await pool.call(ToolCall(name="run_python", arguments={"code": "1"}))
+    assert result.kind is ResultKind.SERVER_ERROR
+    assert "no room" in result.text

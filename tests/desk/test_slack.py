@@ -332,9 +332,7 @@ def started(*args: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 class TestProcess:
     async def test_http_serves_the_workspace_of_the_seed_until_sigterm(self) -> None:
-        with started(
-            "--transport", "http", "--port", "0", "--seed", "3", "--companies", *map(str, range(9))
-        ) as process:
+        with started("--transport", "http", "--port", "0", "--seed", "3") as process:
             assert process.stderr
             url = process.stderr.readline().strip()
             server = ServerConfig(name="slack", transport="http", url=url, isolation="meta", reset_tool="slack_reset")

@@ -4,17 +4,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Annotated, cast
 
-from mcp import MCPError
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp.types import INTERNAL_ERROR, ToolAnnotations
+from mcp.types import ToolAnnotations
 from pydantic import Field
 
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.servers.python.process import Reply
 from mcp_grpo.servers.python.sandbox import Sandbox
 from mcp_grpo.servers.python.states import StateLostError, States
-from mcp_grpo.servers.serving import DeskServer, trajectory_id
+from mcp_grpo.servers.serving import DeskServer, OutageError, trajectory_id
 
 
 _STATE_IS_GONE = "Variables, imports and files of earlier calls are gone; the next call starts anew."
@@ -65,7 +64,7 @@ def python_server(sandbox: Sandbox, *, max_live: int = 64, max_idle: float = 600
                 "Call again, and first define and import again what the code needs."
             ) from None
         except ToolServerError as error:  # not a mistake of the policy
-            raise MCPError(code=INTERNAL_ERROR, message=str(error)) from None
+            raise OutageError(str(error)) from None
         text = _text(reply, limits.max_output)
         if reply.ended is not None or reply.error is not None:
             raise ToolError(text)

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
@@ -103,6 +104,7 @@ def _row(family: str, pick: Pick, known: Mapping[str, Any]) -> dict[str, Any] | 
             draft = FAMILIES[family](pick)
         except Unsuitable:
             continue
+        draft = replace(draft, question=draft.question.replace("..", "."))  # of a company called "Inc."
         task_id = f"{family}-{hashlib.sha256(draft.question.encode()).hexdigest()[:12]}"
         if task_id not in known:
             return _as_row(task_id, family, draft, pick.world.market.today)

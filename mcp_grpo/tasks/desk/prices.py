@@ -146,5 +146,6 @@ def _bars(pick: Pick, company: Company, start: str, end: str, least: int) -> lis
 
 
 def _chart(company: Company, start: str, end: str, bars: list[Bar]) -> Step:
-    evidence = [f'["{bar.date}",{shown(bar.open / 100)}' for bar in (bars[0], bars[-1])]
+    highest = max(bars, key=lambda bar: bar.close)
+    evidence = [f'["{bar.date}",{shown(bar.open / 100)}' for bar in (bars[0], highest, bars[-1])]
     return step(("getFullChart", {"symbol": company.symbol, "from": start, "to": end}), evidence=evidence)

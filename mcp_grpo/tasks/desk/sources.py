@@ -1,5 +1,7 @@
 """Families in which the web has to be searched, and does not always have it right."""
 
+from mcp_grpo.servers.search.recorded import NUM_SENTENCES
+from mcp_grpo.servers.world.corpus import best_sentences
 from mcp_grpo.servers.world.market import Market
 from mcp_grpo.servers.world.pages import Fact
 from mcp_grpo.servers.world.records import Company
@@ -46,7 +48,7 @@ def search_verify(pick: Pick) -> Draft:
     return Draft(
         question=f"{clue}. Find out which, and look up its {figure.name}.",
         answer=figure.answer,
-        steps=[_search(pick, query, fact), figure.step],
+        steps=[*_read(pick, query, fact), figure.step],
         final=f"It is {company.name}.\nAnswer: {figure.text}",
         servers=(SEARCH, FINANCE),
         difficulty="medium",
@@ -81,7 +83,7 @@ def contradiction(pick: Pick) -> Draft:
         f"{stale.value}. Which figure stands today?",
         answer=amount(value, statement.reported_currency),
         steps=[
-            _search(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
+            *_read(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
             step(
                 ("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{value}']
             ),
@@ -102,7 +104,7 @@ def _contradicting_heads(pick: Pick) -> Draft:
         question=f"Some pages name {stale.value} as chief executive of {company.name}, others do not. Who is it today?",
         answer=person(company.ceo),
         steps=[
-            _search(pick, f"{company.short_name} chief executive CEO {stale.value}", stale),
+            *_read(pick, f"{company.short_name} chief executive CEO {stale.value}", stale),
             step(("getCompanyProfile", {"symbol": company.symbol}), evidence=[f'"ceo":{shown(company.ceo)}']),
         ],
         final=f"Answer: {company.ceo}",
@@ -137,7 +139,7 @@ def restatement(pick: Pick) -> Draft:
         "change from what was first reported? Negative if it fell.",
         answer={"type": "number", "value": millions, "unit": f"million {currency}", "tolerance": 0.03},
         steps=[
-            _search(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
+            *_read(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
             find(company),
             step(("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{new}']),
         ],
@@ -162,10 +164,15 @@ def _is_plain(market: Market, symbol: str) -> bool:
     return company.is_actively_trading and not company.share_class
 
 
-def _search(pick: Pick, query: str, fact: Fact) -> Step:
-    """A search that finds the page of a fact among its first results, which name the company's symbol of that time."""
-    if all(hit.page.url != fact.url for hit in pick.world.corpus.search(query, NUM_RESULTS)):
+def _read(pick: Pick, query: str, fact: Fact) -> list[Step]:
+    """A search that finds the page of a fact among its first results; the page itself, where its excerpt is not enough."""
+    hit = next((hit for hit in pick.world.corpus.search(query, NUM_RESULTS) if hit.page.url == fact.url), None)
+    if hit is None or fact.value not in f"{hit.page.title} {hit.page.text}":  # a filing has thousands, not words
         raise Unsuitable
-    return step(
-        ("tavily_search", {"query": query, "max_results": NUM_RESULTS}), evidence=[shown(fact.url), fact.value]
-    )
+    search = ("tavily_search", {"query": query, "max_results": NUM_RESULTS})
+    if fact.value in best_sentences(hit.page, query, NUM_SENTENCES["basic"]) or fact.value in hit.page.title:
+        return [step(search, evidence=[shown(fact.url), fact.value])]
+    return [
+        step(search, evidence=[shown(fact.url)]),
+        step(("tavily_extract", {"urls": [fact.url]}), evidence=[fact.value]),
+    ]

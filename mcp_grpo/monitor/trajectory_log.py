@@ -1,39 +1,8 @@
-"""What a run writes beside its checkpoints."""
+"""Every decision of a trajectory, for those who look for what went wrong."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainerCallback
-
-
-class MetricsFile(TrainerCallback):
-    """
-    Every logged figure, one JSON object per line.
-
-    A run that goes on from a checkpoint goes on in the same file: what was logged after that checkpoint is dropped first.
-
-    Args:
-        path (`Path`):
-            File to write. A run that starts anew begins it anew.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See [`~transformers.TrainerCallback`]."""
-        if not state.is_world_process_zero:
-            return
-        lines = self._path.read_text().splitlines() if self._path.exists() and state.global_step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self._path.write_text("".join(f"{line}\n" for line in kept))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """See [`~transformers.TrainerCallback`]."""
-        if state.is_world_process_zero and logs:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
 
 
 class TrajectoryLog:

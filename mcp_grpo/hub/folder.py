@@ -1,0 +1,219 @@
+"""A policy's folder as others may see it: nothing but the policy, and nothing private in it."""
+
+import json
+import logging
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mcp_grpo.errors import PublishingError
+from mcp_grpo.hub.facts import POLICY_FILE
+from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
+from mcp_grpo.tools.secrets import hidden, secret_values
+
+
+logger = logging.getLogger(__name__)
+
+# Named one by one: an output folder may hold anything, such as recordings, logs, the base model or somebody's notes.
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_POLICY_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "chat_template.jinja",
+    "README.md",
+    "curves.png",
+    POLICY_FILE,
+    *_TOKENIZER_FILES,
+)
+_CHECKPOINT_FILES = (
+    "optimizer.*",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+    "trainer_state.json",
+    "objective-*.pt",
+)
+# They come from the base model as they are, and hold so many words that one of them may well be somebody's password.
+_UNTOUCHED = ("tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt")
+_CACHED_MODEL = re.compile(r"models--([^/\\]+)--([^/\\]+)")
+_MIN_PARTS = 3  # of a path that is told from a word: "/home/ann", but not "/data"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateValues:
+    """
+    What must not leave this machine.
+
+    Args:
+        secrets (`tuple[str, ...]`):
+            Keys, tokens and passwords.
+        paths (`tuple[str, ...]`):
+            Folders and files of this machine, the longest first.
+    """
+
+    secrets: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, secrets: Iterable[str | None], paths: Iterable[str | Path | None]) -> "PrivateValues":
+        """
+        Those of a run, together with those of the environment.
+
+        Args:
+            secrets (`Iterable[str | None]`):
+                Keys and tokens that the run knows.
+            paths (`Iterable[str | Path | None]`):
+                Folders and files that it uses.
+
+        Returns:
+            [`PrivateValues`]: The values.
+        """
+        named = [("key", secret) for secret in secrets if secret]
+        places = {os.path.abspath(path) for path in [*filter(None, paths), Path.cwd(), Path.home()]}
+        places |= {os.path.realpath(place) for place in places}
+        return cls(
+            secrets=secret_values([*os.environ.items(), *named], {}),
+            paths=tuple(sorted((p for p in places if len(Path(p).parts) >= _MIN_PARTS), key=len, reverse=True)),
+        )
+
+    def hide(self, text: str) -> str:
+        """
+        Take them out of a text.
+
+        Args:
+            text (`str`):
+                The text.
+
+        Returns:
+            `str`: The same, with `***` for each secret and `...` for each path.
+        """
+        text = hidden(self.secrets, text)
+        for path in self.paths:
+            text = text.replace(path, "...")
+        return text
+
+    def are_in(self, file: Path) -> bool:
+        """
+        Whether a file holds one of them.
+
+        Args:
+            file (`Path`):
+                The file, of any size.
+
+        Returns:
+            `bool`: Whether it does.
+        """
+        if not file.stat().st_size:
+            return False
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return any(content.find(value.encode()) >= 0 for value in (*self.secrets, *self.paths))
+
+
+def publishable_copy(
+    folder: Path, target: Path, *, private: PrivateValues, is_checkpoint: bool = False, with_value_head: bool = False
+) -> None:
+    """
+    Copy what makes up a policy, and only that, with nothing private in it.
+
+    Left behind are the reference, recordings, logs, completions, pickled settings and whatever else is in the folder. The
+    name of a base model that is a folder of this machine becomes that of the Hub if it comes from its cache, and is left out
+    if not.
+
+    Args:
+        folder (`Path`):
+            Folder that a policy was saved to.
+        target (`Path`):
+            Where the copy goes.
+        private ([`PrivateValues`]):
+            What must not be in it.
+        is_checkpoint (`bool`, *optional*, defaults to `False`):
+            Whether the state of the optimizer and the trainer goes along.
+        with_value_head (`bool`, *optional*, defaults to `False`):
+            Whether the value head does.
+
+    Raises:
+        [`PublishingError`]: If a file that cannot be cleaned holds something private.
+    """
+    patterns = [*_POLICY_FILES, *(_CHECKPOINT_FILES if is_checkpoint else ())]
+    patterns += [VALUE_HEAD_FILE] if with_value_head else []
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.iterdir()):
+        if not file.is_file() or not any(fnmatch(file.name, pattern) for pattern in patterns):
+            continue
+        copy = target / file.name
+        shutil.copyfile(file, copy)
+        if any(fnmatch(file.name, pattern) for pattern in _UNTOUCHED):
+            continue
+        if file.suffix == ".json":
+            _clean_json(copy, private)
+        elif file.suffix in (".md", ".jinja", ".txt"):
+            copy.write_text(private.hide(copy.read_text()))
+        elif private.are_in(copy):
+            raise PublishingError(
+                f"{file.name} was not uploaded: it holds a secret of the environment or a path of this machine, and cannot be "
+                "cleaned. Take it out of what is saved, or unset the variable if it is none."
+            )
+
+
+def hub_name(base: str | None) -> str | None:
+    """
+    A base model's name that means something elsewhere.
+
+    Args:
+        base (`str`, *optional*):
+            What the base model was loaded by.
+
+    Returns:
+        `str` or `None`: The same if it is a name on the Hub; that of the Hub if it is a folder of its cache; else `None`.
+    """
+    if not base or not (os.path.isabs(base) or base.startswith((".", "~")) or os.path.exists(base)):
+        return base or None
+    cached = _CACHED_MODEL.search(base)
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
+def _clean_json(file: Path, private: PrivateValues) -> None:
+    cleaner = _CLEANERS.get(file.name)
+    if cleaner is None and not private.are_in(file):
+        return
+    content = json.loads(file.read_text())
+    if cleaner is not None:
+        cleaner(content)
+    file.write_text(private.hide(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")
+
+
+def _clean_adapter(config: dict[str, Any]) -> None:
+    base = config.get("base_model_name_or_path")
+    config["base_model_name_or_path"] = hub_name(base)
+    if base and config["base_model_name_or_path"] is None:
+        logger.warning(
+            "The adapter's base model is a folder of this machine, which is not named on the Hub. To load it, others pass "
+            'their own: `load_adapter(..., base="...")`.'
+        )
+
+
+def _clean_model(config: dict[str, Any]) -> None:
+    if "_name_or_path" in config:
+        config["_name_or_path"] = hub_name(config["_name_or_path"]) or ""
+
+
+def _clean_state(state: dict[str, Any]) -> None:
+    if state.get("best_model_checkpoint"):
+        state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+
+
+_CLEANERS = {
+    "adapter_config.json": _clean_adapter,
+    "config.json": _clean_model,
+    "trainer_state.json": _clean_state,
+}

@@ -1,0 +1,166 @@
+"""A trained policy behind vLLM's server, with the prompts it was trained on and calls that clients understand."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from peft import PeftConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.hub.facts import read_facts, write_facts
+from mcp_grpo.hub.loading import base_of, load_adapter, local_folder
+
+
+# What a rendered call holds in each format, and the name of vLLM's parser for it. The first that fits is it.
+_PARSERS = (
+    ("<arg_key>", "glm45"),
+    ("<tool_call>\n<function=", "qwen3_coder"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|channel|>commentary", "openai"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ('{"name": "probe", "parameters": ', "llama3_json"),
+)
+_CALL = {"type": "function", "function": {"name": "probe", "arguments": {"text": "word"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+
+
+def tool_parser(tokenizer: PreTrainedTokenizerBase) -> str:
+    """
+    The name of vLLM's parser for the calls that a chat template writes.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            A tokenizer with its template.
+
+    Returns:
+        `str`: What `--tool-call-parser` takes.
+
+    Raises:
+        [`SettingsError`]: If none is known.
+    """
+    messages = [{"role": "user", "content": "Probe."}]
+    try:
+        before: Any = tokenizer.apply_chat_template(
+            messages, tools=[_TOOL], tokenize=False, add_generation_prompt=True
+        )
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        text: Any = tokenizer.apply_chat_template([*messages, call], tools=[_TOOL], tokenize=False)
+    except jinja2.TemplateError as error:
+        raise SettingsError(
+            f"The chat template cannot write a tool call: {error}. Use the one that was trained on."
+        ) from error
+    # Only what was written for the turn: a system prompt may well explain another format.
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), min(len(before), len(text))
+    )
+    turn = text[text.rfind("<", 0, shared) if "<" in before[:shared] else shared :]
+    for mark, name in _PARSERS:
+        if mark in turn:
+            return name
+    raise SettingsError(
+        f"No parser of vLLM is known for calls that are written as {turn[:200]!r}. `vllm serve --help` lists the parsers; pass "
+        "the right one as `--tool-call-parser`."
+    )
+
+
+def serve_command(
+    source: str | Path, *, base: str | Path | None = None, name: str | None = None, revision: str | None = None
+) -> str:
+    """
+    The command that serves a policy by vLLM as it was trained.
+
+    It names the chat template of training and what that was given, and the parser that turns the policy's calls into
+    those of the OpenAI API. Without the first, the policy sees other histories than it was trained on.
+
+    Args:
+        source (`str` or `Path`):
+            Folder of a policy, or its name on the Hub.
+        base (`str` or `Path`, *optional*):
+            The base model of an adapter, if it is to be another than the one that its configuration names.
+        name (`str`, *optional*):
+            What clients call it; the name of its folder if not given.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+
+    Returns:
+        `str`: The command, for a shell.
+
+    Example:
+
+    ```python
+    >>> print(serve_command("outputs/shop"))
+    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop --chat-template \
+outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinking": false}' --enable-auto-tool-choice \
+--tool-call-parser hermes
+    ```
+    """
+    folder = local_folder(source, revision=revision)
+    name = name or Path(source).name
+    words = ["vllm", "serve"]
+    if (folder / "adapter_config.json").is_file():
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        rank = max([config.r, *(config.rank_pattern or {}).values()])
+        words += [base_of(folder, base), "--enable-lora", "--max-lora-rank", str(_served_rank(rank))]
+        words += ["--lora-modules", f"{name}={folder}"]
+    else:
+        words += [str(folder), "--served-model-name", name]
+    words += ["--chat-template", str(folder / "chat_template.jinja")]
+    if settings := read_facts(folder).chat_template_kwargs:
+        words += ["--default-chat-template-kwargs", json.dumps(settings)]
+    parser = tool_parser(AutoTokenizer.from_pretrained(folder))
+    return shlex.join([*words, "--enable-auto-tool-choice", "--tool-call-parser", parser])
+
+
+def export_for_serving(
+    source: str | Path,
+    output_dir: str | Path,
+    *,
+    base: str | Path | None = None,
+    revision: str | None = None,
+    **model_kwargs: Any,
+) -> str:
+    """
+    Write a policy as one whole model, for servers that take no adapters.
+
+    Args:
+        source (`str` or `Path`):
+            Folder of an adapter, or its name on the Hub.
+        output_dir (`str` or `Path`):
+            Where the model goes, with its tokenizer and the chat template of training.
+        base (`str` or `Path`, *optional*):
+            The base model, if it is to be another than the one that the adapter names.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        model_kwargs (`Any`):
+            Passed on to `from_pretrained` of the base model, such as `dtype`.
+
+    Returns:
+        `str`: The command that serves it; see [`serve_command`].
+    """
+    folder = local_folder(source, revision=revision)
+    model, tokenizer = load_adapter(folder, base=base, **model_kwargs)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    write_facts(output_dir, read_facts(folder))
+    return serve_command(output_dir)
+
+
+def _served_rank(rank: int) -> int:
+    """The smallest rank that vLLM is built for and that holds an adapter of this one."""
+    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)

@@ -1,0 +1,51 @@
+"""Trains for two steps in a process of its own and pushes to the Hub that the environment names."""
+
+import os
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from helpers.runs import settings
+from helpers.sums import ROWS, SERVER
+from peft import LoraConfig
+
+from mcp_grpo import MCPGRPOTrainer, evaluate, exact_answer
+
+
+def main(model: str, output_dir: str, push_value_head: str) -> None:
+    servers = {
+        "sums": {"command": sys.executable, "args": [str(SERVER)], "env": {"SUMS_KEY": os.environ["CANARY_SUMS_KEY"]}}
+    }
+    (Path(output_dir) / "notes.txt").write_text("mine: " + os.environ["CANARY_NOTE"])
+    rows = [{**row, "family": "addition", "difficulty": "easy"} for row in ROWS]
+    args = settings(
+        Path(output_dir),
+        push_to_hub=True,
+        hub_model_id="somebody/sums",
+        hub_strategy="checkpoint",
+        hub_token=os.environ["CANARY_TOKEN"],
+        push_value_head=push_value_head == "True",
+        cassette=f"{output_dir}/calls.jsonl",
+        save_strategy="steps",
+        save_steps=1,
+        hub_always_push=True,
+        log_completions=True,
+        advantage_mode="hybrid",
+        beta=0.05,
+        ref_sync="ema",
+        num_generations=4,
+        per_device_train_batch_size=4,
+    )
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    with MCPGRPOTrainer(
+        model, exact_answer, args, Dataset.from_list(rows), servers=servers, peft_config=lora
+    ) as trainer:
+        held_out = Dataset.from_list(rows[:2])
+        before = evaluate(trainer.roll_out(held_out))
+        trainer.train()
+        trainer.add_results(before, evaluate(trainer.roll_out(held_out)))
+        trainer.push_to_hub(dataset_name="somebody/sums-tasks")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

