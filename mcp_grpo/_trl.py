@@ -6,12 +6,15 @@ reads, so that an upgrade which moves something fails there, in words, and not i
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.chat_template_utils import (
     add_response_schema,
@@ -40,10 +43,12 @@ __all__ = [
     "LossDenominator",
     "VLLMGeneration",
     "add_fused_lm_head",
+    "add_lm_head_of",
     "add_response_schema",
     "disable_dropout_in_model",
     "engine_arguments",
     "get_training_chat_template",
+    "heads_made_by",
     "is_async_callable",
     "is_chat_template_prefix_preserving",
     "parse_response",
@@ -83,6 +88,7 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
         ) as model,
         torch.no_grad(),
         trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        _unsharded(trainer),
     ):
         was_training = model.training
         model.eval()
@@ -90,6 +96,24 @@ def policy_for_generation(trainer: GRPOTrainer) -> Generator[PreTrainedModel]:
             yield model
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def _unsharded(trainer: GRPOTrainer) -> Generator[None]:
+    """In which the weights that FSDP2 shards are whole on every process, so that each may call the model as often as it likes."""
+    self: Any = trainer
+    modules = [module for module in self.model_wrapped.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(
+                bool(self.accelerator.state.fsdp_plugin.reshard_after_forward), recurse=False
+            )
 
 
 @contextmanager
@@ -108,6 +132,58 @@ def vllm_made_by(make: Callable[..., VLLMGeneration] | None) -> Generator[None]:
         yield
     finally:
         module.VLLMGeneration = original
+
+
+def add_lm_head_of(temperatures: Iterable[float], current: Callable[[], float]) -> Callable[..., None]:
+    """
+    What gives a model a fused LM head whose temperature may change.
+
+    TRL divides logits by the temperature that it was given when the head was added. Where a run samples at several, each
+    has a head of its own, and every call goes through the one of the temperature at hand.
+
+    Args:
+        temperatures (`Iterable[float]`):
+            All that there will be.
+        current (`Callable[[], float]`):
+            The one at hand.
+
+    Returns:
+        `Callable[..., None]`: Takes what `add_fused_lm_head` does.
+    """
+
+    def add(model: PreTrainedModel, temperature: float = 1.0, **kwargs: Any) -> None:
+        patched: Any = model
+        original, heads = patched.forward, {}
+        for each in {temperature, *temperatures}:
+            patched.forward = original
+            add_fused_lm_head(model, temperature=each, **kwargs)
+            heads[each] = patched.forward.__func__
+
+        @wraps(heads[temperature])  # `generate` checks its arguments against this signature
+        def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            return heads[current()](self, *args, fused_lm_head=fused_lm_head, **kwargs)
+
+        patched.forward = MethodType(forward, model)
+
+    return add
+
+
+@contextmanager
+def heads_made_by(add: Callable[..., None] | None) -> Generator[None]:
+    """
+    Let TRL's trainer add its LM heads by something else than `add_fused_lm_head`.
+
+    Args:
+        add (`Callable[..., None]`, *optional*):
+            Gets what `add_fused_lm_head` would. `None` changes nothing.
+    """
+    module: Any = grpo_trainer
+    original = module.add_fused_lm_head
+    module.add_fused_lm_head = add or original
+    try:
+        yield
+    finally:
+        module.add_fused_lm_head = original
 
 
 @contextmanager

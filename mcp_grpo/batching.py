@@ -11,10 +11,12 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning import Ratio, SchemaMask, check_groups, other_rows, refill
 from mcp_grpo.publishing import PublishingTrainer
 from mcp_grpo.rollout import Background, Renderer, RolloutProgress, derived_seed
 from mcp_grpo.tasks import task_from_row
+from mcp_grpo.tools import Catalog
 from mcp_grpo.types import Task, Trajectory
 
 
@@ -40,6 +42,7 @@ class BatchingTrainer(PublishingTrainer):
     _mask_metrics: dict[str, Ratio]
     _renderer: Renderer
     _sampler: Any
+    _is_first_phase = False  # whether the batch at hand is of the first phase of sampling
     _ahead: RolloutAhead | None = None
     _upcoming: tuple[Any, list[Any]] = (None, [])  # what an epoch gives for the next update, and whose it is
 
@@ -54,11 +57,23 @@ class BatchingTrainer(PublishingTrainer):
         raise NotImplementedError
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer`]."""
+        """See [`~transformers.Trainer`]. Where the GPU runs out of memory, the error says in which phase of a step."""
         self._drop_ahead()
         self._upcoming = (None, [])
         self._last_loaded_step = -1  # another run may have been at the same step, with other weights
-        return super().train(*args, **kwargs)
+        with self._phases("other"):
+            return super().train(*args, **kwargs)
+
+    def measure_phases(self) -> None:
+        """Log the seconds and, on a GPU, the largest memory of each phase of a step, as `profile/<phase>_seconds` and so on."""
+        self._phases.measure()
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tools of the open servers."""
+        if self._engine is None:
+            raise SettingsError("There are no tools: pass `servers` to the trainer.")
+        return self._engine.catalog
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """See [`~transformers.Trainer`]. With `rollout_ahead`, the samples of the next update are fetched as well."""
@@ -73,6 +88,8 @@ class BatchingTrainer(PublishingTrainer):
     def _roll_out_batch(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Attempt the tasks of a batch, and others instead of those that nothing can be learnt from."""
         assert self._engine
+        self._is_first_phase = self.model.training and self.state.global_step < self.args.first_phase_steps
+        self.temperature = self.args.temperature_at(0 if self._is_first_phase else None)  # also of scoring and loss
         self._tasks = [task_from_row(row) for row in rows]
         self._engine.catalog.check(*self._tasks)  # those of a stream have not been seen before
         size, rank = self._group_size, self.accelerator.process_index

@@ -1,7 +1,8 @@
 """The settings of a run: TRL's, and a few of our own."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset
@@ -44,13 +45,16 @@ COUNTS = (
     "value_learning_rate",
     "value_warmup_steps",
     "dynamic_sampling",
+    "first_phase_steps",
 )
+FIRST_PHASE = ("first_phase_temperature", "first_phase_turn_tokens")
 POSITIVE_OR_NONE = (
     "value_clip_range",
     "kl_target",
     "kl_hard_cap",
     "max_concurrent_trajectories",
     "batch_timeout",
+    *FIRST_PHASE,
 )
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
 
@@ -181,6 +185,14 @@ class MCPGRPOConfig(GRPOConfig):
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         strict_health (`bool`, *optional*, defaults to `False`):
             Whether signs that the run cannot learn stop it with an error, instead of a warning.
+        first_phase_steps (`int`, *optional*, defaults to `0`):
+            Steps at the start that are sampled in another way: by the two settings that follow. Ratios stay right: what
+            is sampled at a temperature is also scored and learnt from at that temperature.
+        first_phase_temperature (`float`, *optional*):
+            Temperature of sampling in the first phase. If `None`, `temperature`.
+        first_phase_turn_tokens (`int`, *optional*):
+            Tokens of one turn in the first phase. A turn that reaches them ends the trajectory, as one that reaches
+            `max_completion_length` does. If `None`, there is no such limit.
         rollout_ahead (`int`, *optional*, defaults to `0`):
             With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one update
             before; ratios are to that policy. Needs vLLM, on a server or in process without sleep mode. A run that is
@@ -466,6 +478,24 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
         },
     )
+    first_phase_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Steps at the start that are sampled in another way.",
+        },
+    )
+    first_phase_temperature: float | None = field(
+        default=None,
+        metadata={
+            "help": "Temperature of sampling in the first phase. If `None`, `temperature`.",
+        },
+    )
+    first_phase_turn_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of one turn in the first phase. A turn that reaches them ends the trajectory.",
+        },
+    )
     rollout_ahead: int = field(
         default=0,
         metadata={
@@ -540,6 +570,7 @@ class MCPGRPOConfig(GRPOConfig):
         self._check_schema_mask()
         self._check_advantages()
         self._check_guards()
+        self._check_first_phase()
 
     def _check_ranges(self) -> None:
         for name in FRACTIONS:
@@ -617,6 +648,15 @@ class MCPGRPOConfig(GRPOConfig):
         if self.bootstrap_steps and self.use_adaptive_entropy:
             raise SettingsError(
                 "`bootstrap_steps` and `use_adaptive_entropy` both set the weight of the entropy bonus. Use one of them."
+            )
+
+    def _check_first_phase(self) -> None:
+        given = [name for name in FIRST_PHASE if getattr(self, name) is not None]
+        if bool(given) != bool(self.first_phase_steps):
+            raise SettingsError(
+                f"`first_phase_steps` is {self.first_phase_steps}, and what is different in the first phase is "
+                f"{', '.join(f'`{name}`' for name in given) or 'nothing'}: one is of no use without the other. Set both, or "
+                "neither."
             )
 
     @property
@@ -737,6 +777,38 @@ class MCPGRPOConfig(GRPOConfig):
             timeout=self.trajectory_timeout,
         )
 
+    def temperature_at(self, step: int | None) -> float:
+        """
+        Temperature that a batch is sampled, scored and learnt from at.
+
+        Args:
+            step (`int`, *optional*):
+                The step it is for, from 0. `None` for what is not trained on.
+
+        Returns:
+            `float`: The temperature.
+        """
+        if step is None or step >= self.first_phase_steps or self.first_phase_temperature is None:
+            return self.temperature
+        return self.first_phase_temperature
+
+    def limits_at(self, step: int | None, limits: Limits) -> Limits:
+        """
+        Where the trajectories of a batch end at the latest.
+
+        Args:
+            step (`int`, *optional*):
+                The step it is for, from 0. `None` for what is not trained on.
+            limits ([`Limits`]):
+                The limits after the first phase.
+
+        Returns:
+            [`Limits`]: The limits of that step.
+        """
+        if step is None or step >= self.first_phase_steps:
+            return limits
+        return replace(limits, max_turn_tokens=self.first_phase_turn_tokens)
+
     def schedule(self, *, is_batch: bool, is_training: bool) -> Schedule:
         """
         How trajectories share their time.
@@ -773,6 +845,7 @@ NEEDS_SERVERS = (
     "ratio_gate_max",
     "dynamic_sampling",
     "strict_health",
+    "first_phase_steps",
     "rollout_ahead",
     "weight_sync",
     "weight_sync_tolerance",
@@ -847,6 +920,13 @@ def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) ->
         )
 
 
+def _is_fsdp1(args: MCPGRPOConfig) -> bool:
+    """Whether the policy is sharded by the first FSDP, as the settings or `accelerate launch` have it."""
+    if args.fsdp:
+        return int(cast(Any, args.fsdp_config or {}).get("version", 2)) == 1
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION", "1") == "1"
+
+
 def _refusals(
     args: MCPGRPOConfig, train_dataset: Any, kwargs: Mapping[str, Any]
 ) -> list[tuple[bool | int | None, str]]:
@@ -862,9 +942,9 @@ def _refusals(
             "`use_vllm=True` for continuous batching, or leave both off.",
         ),
         (
-            bool(args.fsdp) and not args.use_vllm,
-            "FSDP cannot generate with `servers`: its processes must call the model equally often, and trajectories "
-            "differ. Set `use_vllm=True`, or use DDP, or DeepSpeed ZeRO-3 with `ds3_gather_for_generation=True`.",
+            _is_fsdp1(args) and not args.use_vllm,
+            "FSDP 1 cannot generate with `servers`: its processes must call the model equally often, and trajectories "
+            "differ. Set `use_vllm=True`, or use FSDP 2 (`fsdp_version: 2`), or DDP.",
         ),
         (
             not args.ds3_gather_for_generation and not args.use_vllm,
@@ -876,9 +956,9 @@ def _refusals(
             'differ. Set `vllm_mode="server"` and start the server with `--tensor-parallel-size`.',
         ),
         (
-            args.use_vllm and args.constrained_decoding and args.temperature != 1,
-            f"`constrained_decoding` with vLLM needs `temperature=1.0`, got {args.temperature}: what a constraint cuts away "
-            "can only be told at that temperature.",
+            args.use_vllm and args.constrained_decoding and {args.temperature, args.temperature_at(0)} != {1},
+            f"`constrained_decoding` with vLLM needs `temperature=1.0`, got {args.temperature} (and {args.temperature_at(0)} at "
+            "the start): what a constraint cuts away can only be told at that temperature.",
         ),
         (
             bool(args.vllm_structured_outputs_regex),

@@ -51,5 +51,9 @@ class HealthError(MCPGRPOError, RuntimeError):
     """A run that cannot learn, found by a health check with `strict_health=True`."""
 
 
+class OutOfMemoryError(MCPGRPOError, RuntimeError):
+    """A GPU without room for a phase of a training step."""
+
+
 class PublishingError(MCPGRPOError, ValueError):
     """Files that were not uploaded, because something private is in them."""

@@ -32,6 +32,7 @@ from mcp_grpo.learning import (
     token_sums,
     turn_columns,
 )
+from mcp_grpo.monitor import Phases
 
 
 Batch = dict[str, Any]
@@ -64,6 +65,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._recorder: ValueRecorder | None = None
         self._logps: Any = None
         self._is_scoring = False
+        self._phases = Phases(args)
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self._turn_rewards = TurnRewards(self.reward_funcs, self.reward_func_names)
         self.reward_funcs = self._turn_rewards.functions
@@ -147,7 +149,7 @@ class ObjectiveTrainer(GRPOTrainer):
         # Under autocast an adapter's float32 is cast to bfloat16, and so is what peft casts to float32 for it, bit by bit
         # what it was. Without dropout, that there and back is only time.
         is_idle = self._is_guarded and self.accelerator.mixed_precision == "bf16" and _has_plain_adapter(self.model)
-        with disable_input_dtype_casting(self.model, active=is_idle):
+        with self._phases("loss"), disable_input_dtype_casting(self.model, active=is_idle):
             return super().training_step(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
@@ -155,7 +157,8 @@ class ObjectiveTrainer(GRPOTrainer):
         # Only then does TRL run the policy on the batch before its loss does; the values of that pass come for free.
         self._is_scoring = not self._is_on_policy
         try:
-            batch = super()._generate_and_score_completions(inputs)
+            with self._phases("scoring"):
+                batch = super()._generate_and_score_completions(inputs)
         finally:
             self._is_scoring = False
         if self.model.training:
@@ -229,6 +232,8 @@ class ObjectiveTrainer(GRPOTrainer):
         if strength and not inputs.get("needs_bootstrap"):  # in this order: reading a tensor waits for the device
             strength = 0.0
         self._settled = inputs = {**inputs}
+        if "is_first_phase" in inputs:  # the last rollout may have been that of an evaluation
+            self.temperature = args.temperature_at(0 if inputs["is_first_phase"] else None)
         try:
             # The policy term and the KL term are means over rows for some losses; the entropy bonus is not.
             self.beta = float(beta * inputs.get("row_scale", 1.0))
@@ -372,6 +377,8 @@ class ObjectiveTrainer(GRPOTrainer):
             self._reference.sync()
             distance, num_differing = self._reference.difference()
             self._record({"ref/distance": distance, "ref/num_differing": num_differing})
+        if self._phases.is_measuring:
+            self._record(self._phases.end_step())
         figures, self._figures = self._figures, {}
         self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
@@ -388,10 +395,16 @@ class ObjectiveTrainer(GRPOTrainer):
 
 
 class _StepEnd(TrainerCallback):
-    """Tells the trainer that an update is done."""
+    """Tells the trainer how far an update is."""
 
     def __init__(self, trainer: ObjectiveTrainer) -> None:
         self._trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._phases.begin("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._phases.end()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._end_step()

@@ -119,7 +119,8 @@ class VLLMSampler:
         self._depth += 1
         try:
             if self._depth == 1:
-                self._prepare(prompts)
+                with self._trainer._phases("sync"):
+                    self._prepare(prompts)
             yield self._generator
         finally:
             self._depth -= 1

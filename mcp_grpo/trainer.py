@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from mcp_grpo._trl import COMPLETIONS, disable_dropout_in_model, vllm_made_by
+from mcp_grpo._trl import COMPLETIONS, add_lm_head_of, disable_dropout_in_model, heads_made_by, vllm_made_by
 from mcp_grpo.batching import BatchingTrainer, RolloutAhead
 from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
@@ -123,7 +123,8 @@ class MCPGRPOTrainer(BatchingTrainer):
         try:
             self._engine.catalog.check(*tasks)
             args.vllm_importance_sampling_correction = False  # `old_logps` says what is corrected
-            with vllm_made_by(vllm_backend(args)):
+            heads = add_lm_head_of({args.temperature_at(0)}, lambda: self.temperature)
+            with vllm_made_by(vllm_backend(args)), heads_made_by(heads if args.first_phase_steps else None):
                 super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             self._sampler = VLLMSampler(self, self._engine) if self.use_vllm else TransformersSampler(self)
             self._renderer = Renderer(
@@ -199,7 +200,8 @@ class MCPGRPOTrainer(BatchingTrainer):
             disable=self.args.disable_tqdm or not self.is_world_process_zero(),
         )
         prompts = partial(self._engine.prompt_ids, tasks, self._renderer)
-        rollout = self._rollout(tasks, progress, temperature, retries, is_batch)
+        step = self.state.global_step if is_batch and self.model.training else None
+        rollout = self._rollout(tasks, progress, step, retries, temperature, is_batch)
         with self._sampler.awake(prompts) as generator, bar:
             return rollout(generator=generator)
 
@@ -208,7 +210,7 @@ class MCPGRPOTrainer(BatchingTrainer):
         assert self._sampler
         self._engine.catalog.check(*tasks)
         progress = RolloutProgress()
-        rollout = self._rollout(tasks, progress, None, self._retries, is_batch=True)
+        rollout = self._rollout(tasks, progress, self.state.global_step + 1, self._retries)
         with self._sampler.awake(partial(self._engine.prompt_ids, tasks, self._renderer)) as generator:
             background = Background(partial(rollout, generator=generator), self.accelerator.device)
             return RolloutAhead(tasks, progress, background)
@@ -217,9 +219,10 @@ class MCPGRPOTrainer(BatchingTrainer):
         self,
         tasks: Sequence[Task],
         progress: RolloutProgress,
-        temperature: float | None,
+        step: int | None,
         retries: int,
-        is_batch: bool,
+        temperature: float | None = None,
+        is_batch: bool = True,
     ) -> Callable[..., list[Trajectory]]:
         """A rollout that only lacks its generator. To be made before that: a sampler may set the policy to evaluation."""
         assert self._engine
@@ -228,8 +231,8 @@ class MCPGRPOTrainer(BatchingTrainer):
             self._engine.roll_out,
             tasks,
             renderer=self._renderer,
-            limits=self._limits,
-            temperature=self.temperature if temperature is None else temperature,
+            limits=self.args.limits_at(step, self._limits),
+            temperature=self.args.temperature_at(step) if temperature is None else temperature,
             seed=derived_seed(
                 self.args.seed, self.accelerator.process_index, self.state.global_step, self._num_rollouts
             ),
@@ -260,13 +263,15 @@ class MCPGRPOTrainer(BatchingTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:
             return super()._generate_and_score_completions(inputs)
-        with self._sleepless(inputs):
+        with self._phases("rollout"), self._sleepless(inputs):
             rows = self._roll_out_batch(list(inputs))
         return super()._generate_and_score_completions(rows)
 
     def _add_columns(self, batch: dict[str, Any]) -> None:
         if self._engine is None:
             return
+        if self.args.first_phase_steps:
+            batch["is_first_phase"] = torch.tensor(self._is_first_phase, device=self.accelerator.device)
         if self.args.old_logps == "sampler":
             batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         ratios = trajectory_metrics(self._trajectories) | pace_metrics(self._progress) | self._mask_metrics

@@ -3,6 +3,7 @@
 from mcp_grpo.rollout.background import Background
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.generator import Generation, Generator, Sampling
+from mcp_grpo.rollout.imitation import conversation_tokens
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.progress import RolloutProgress, progress_bar
 from mcp_grpo.rollout.renderer import ParsedTurn, Renderer
@@ -24,6 +25,7 @@ __all__ = [
     "Schedule",
     "TransformersGenerator",
     "TurnHistory",
+    "conversation_tokens",
     "derived_seed",
     "progress_bar",
     "roll_out",

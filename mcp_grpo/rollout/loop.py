@@ -34,6 +34,8 @@ class Limits:
             Tokens the model can attend to, prompt included.
         max_result_tokens (`int`, *optional*):
             Tokens of one tool result; a longer one is cut in the middle. `None` cuts nothing.
+        max_turn_tokens (`int`, *optional*):
+            Tokens of one turn; one that reaches them ends the trajectory. `None` for no such limit.
         timeout (`float`, *optional*, defaults to `600.0`):
             Seconds of wall-clock time. Waiting for a lease does not count.
     """
@@ -42,6 +44,7 @@ class Limits:
     max_completion_length: int
     max_context: int | None = None
     max_result_tokens: int | None = None
+    max_turn_tokens: int | None = None
     timeout: float = 600.0
 
 
@@ -227,7 +230,7 @@ class _Attempt:
 
     async def _draw(self, seed: int, schemas: Sequence[dict]) -> tuple[Generation, ParsedTurn]:
         sampling = Sampling(
-            max_tokens=self._room(),
+            max_tokens=min(self._room(), self._limits.max_turn_tokens or self._room()),
             temperature=self._temperature,
             seed=seed,
             constraint=None if self._grammars is None else self._grammars.grammar(schemas),

@@ -147,6 +147,33 @@ class Renderer:
                     "`allowed_tools`, or have its description changed."
                 )
 
+    def turn_ids(self, message: Message) -> tuple[int, ...]:
+        """
+        Tokens of a turn that somebody else wrote, as the policy would write it: from the end of the prompt to the token
+        that ends the turn.
+
+        Args:
+            message (`Message`):
+                A message of role `"assistant"`, with `content`, and `tool_calls` if it calls tools.
+
+        Returns:
+            `tuple[int, ...]`: The tokens.
+
+        Raises:
+            [`TemplateError`]: If the chat template does not write such a turn after its own prompt for one.
+        """
+        opening: list[Message] = [{"role": "user", "content": "question"}]
+        before, text = self._render(opening, add_generation_prompt=True), self._render([*opening, message])
+        ends = [(text.find(end, len(before)), end) for end in self._turn_ends]
+        position, end = min(((i, end) for i, end in ends if i >= 0), default=(-1, ""))
+        if position < 0 or not text.startswith(before):
+            raise TemplateError(
+                f"The chat template asks for a turn with {before[-80:]!r}, but writes one as {text[-200:]!r}, which does not "
+                f"begin like that or has no end of turn ({self._turn_ends}). Set `chat_template_kwargs` to what the policy is "
+                'to be sampled with, such as `{"enable_thinking": false}`.'
+            )
+        return tuple(self.tokenizer(text[len(before) : position + len(end)], add_special_tokens=False)["input_ids"])
+
     def suffix_ids(self, tool_messages: Sequence[Message]) -> tuple[int, ...]:
         """
         Tokens that follow an assistant turn: its tool results and the opening of the next turn.

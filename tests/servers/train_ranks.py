@@ -1,6 +1,6 @@
 """
 Trains two steps on several processes. Arguments: the model, the output folder, the rank whose server dies, and settings in
-JSON.
+JSON; with `peft` false, all weights are trained.
 """
 
 import json
@@ -11,9 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from accelerate.state import AcceleratorState, DistributedType
 from datasets import Dataset
 from helpers.sums import ROWS, SERVER, TEMPLATE_KWARGS
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, exact_answer
 
@@ -28,6 +30,24 @@ def reward(trajectory, **kwargs):
 
 model, folder, dying_rank, changes = sys.argv[1:]
 rank = os.environ["RANK"]
+changes = json.loads(changes)
+has_adapter = changes.pop("peft", True)
+if "fsdp" in changes:
+    # On a CPU `accelerate` takes no notice of FSDP, although torch has it there.
+    plugins = []
+    original = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        plugins.extend([fsdp_plugin] if fsdp_plugin else [])
+        if plugins:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
+
+    AcceleratorState.__init__ = init
+if "deepspeed" in changes:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")  # on a CPU `accelerate` leaves it out
 config = MCPGRPOConfig(
     output_dir=folder,
     use_cpu=True,
@@ -37,12 +57,11 @@ config = MCPGRPOConfig(
     max_completion_length=400,
     max_steps=2,
     max_turns=3,
-    learning_rate=1e-2,
+    **{"learning_rate": 1e-2, **changes},
     report_to="none",
     save_strategy="no",
     logging_steps=1,
     chat_template_kwargs=TEMPLATE_KWARGS,
-    **json.loads(changes),
 )
 with MCPGRPOTrainer(
     model,
@@ -50,14 +69,22 @@ with MCPGRPOTrainer(
     config,
     Dataset.from_list(ROWS),
     servers={"sums": {"command": sys.executable, "args": [str(SERVER), *(["--die"] if rank == dying_rank else [])]}},
-    peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    peft_config=LoraConfig(r=4, target_modules="all-linear") if has_adapter else None,
 ) as trainer:
     trainer.train()
-weights = {n: p.double().sum().item() for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
+parameters = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
+if "deepspeed" in changes:
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        is_partitioned = any(p.ds_numel > p.ds_tensor.numel() for p in parameters.values())
+        parameters = {n: p.detach().clone() for n, p in parameters.items()}
+whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters.items()}
+weights = {n: p.double().sum().item() for n, p in whole.items()}
 result = {
     "rewards": rewards,
     "history": trainer.state.log_history,
     "weights": weights,
     "tasks": [t.task_id for t in trainer._tasks],
+    "is_sharded": any(isinstance(p, DTensor) for p in parameters.values())
+    or ("deepspeed" in changes and is_partitioned),
 }
 Path(folder, f"rank{rank}.json").write_text(json.dumps(result))

@@ -1,0 +1,232 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["mcp-grpo[vllm,quantization]"]
+# ///
+"""
+Train Qwen3 to use the tools of MCP servers: the desk's, or your own.
+
+    accelerate launch recipes/grpo_qwen3.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml
+
+    accelerate launch recipes/grpo_qwen3.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml \\
+        --servers servers.json --tasks tasks.jsonl
+
+Every field of `TrainArguments`, `MCPGRPOConfig` and TRL's `ModelConfig` is a flag and a key of the YAML file; a flag comes
+first. `--preflight` checks everything that can be checked before the first step, and stops. `--resume` goes on from the last
+checkpoint. `README.md` beside this file has the configurations, with hardware and memory.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipe_parts.command_line import StrictParser
+from recipe_parts.desk import TaskArguments, load_rewards
+from recipe_parts.preflight import run_preflight
+from recipe_parts.run_folder import RunFolder
+from recipe_parts.stand_in import STAND_IN, save_stand_in, tokenizer_of
+from transformers import ProgressCallback
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress
+from mcp_grpo.errors import MCPGRPOError, SettingsError
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrajectoryLog, plot_curves, profile_table
+
+
+logger = logging.getLogger("recipes")
+
+
+@dataclass
+class TrainArguments(TaskArguments):
+    """
+    What to train on, and how to look at it; beside what [`TaskArguments`] has.
+
+    Args:
+        eval_tasks (`str`, *optional*):
+            Tasks to judge by, where `eval_strategy` asks for it: a file, a folder, or a Hub id. If `None`, those of the
+            desk's validation split, with the desk's servers.
+        num_eval_tasks (`int`, *optional*, defaults to `64`):
+            How many of them.
+        rewards (`list[str]`, *optional*):
+            Reward functions: names in `mcp_grpo.rewards`, or `module:function`. If `None`, `desk_reward`.
+        server_processes (`int`, *optional*, defaults to `1`):
+            Processes of each server of the desk.
+        resume (`bool`, *optional*, defaults to `False`):
+            Whether to go on from the last checkpoint in `output_dir`.
+        debug_trajectory (`bool`, *optional*, defaults to `False`):
+            Whether to write every decision of one trajectory per batch to `debug/`. `--debug` alone means this, too; with a
+            word after it, it is that of `transformers`.
+        profile (`bool`, *optional*, defaults to `False`):
+            Whether to measure the seconds and the memory of each phase of a step. It waits for the device between phases,
+            which costs a little time.
+        preflight (`bool`, *optional*, defaults to `False`):
+            Whether to stop once everything has been checked that can be before the first step. Needs no GPU and no weights.
+    """
+
+    eval_tasks: str | None = field(
+        default=None, metadata={"help": "Tasks to judge by: a file, a folder, or a Hub id. If `None`, the desk's."}
+    )
+    num_eval_tasks: int = field(default=64, metadata={"help": "How many tasks to judge by."})
+    rewards: list[str] | None = field(
+        default=None, metadata={"help": "Reward functions: names in `mcp_grpo.rewards`, or `module:function`."}
+    )
+    server_processes: int = field(default=1, metadata={"help": "Processes of each server of the desk."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
+    debug_trajectory: bool = field(
+        default=False, metadata={"help": "Write every decision of one trajectory per batch."}
+    )
+    profile: bool = field(default=False, metadata={"help": "Measure seconds and memory of each phase of a step."})
+    preflight: bool = field(default=False, metadata={"help": "Check everything, and stop before the first step."})
+
+
+def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelConfig, dict[str, Any]]:
+    """
+    Read the command line.
+
+    Args:
+        arguments (`list[str]`):
+            The command line, without the program.
+
+    Returns:
+        `tuple[TrainArguments, MCPGRPOConfig, ModelConfig, dict[str, Any]]`: What it says, and all settings as they were
+        given.
+    """
+    following = [*arguments[1:], "--"] if arguments else []
+    arguments = [
+        "--debug_trajectory" if each == "--debug" and after.startswith("--") else each
+        for each, after in zip(arguments, following, strict=True)
+    ]
+    script, config, model, settings = StrictParser([TrainArguments, MCPGRPOConfig, ModelConfig]).parse(arguments)
+    if model.model_name_or_path is None:
+        raise SettingsError("Which model? Set `model_name_or_path`, or name a configuration with `--config`.")
+    if config.output_dir is None:
+        config.output_dir = settings["output_dir"] = f"outputs/{Path(model.model_name_or_path).name}"
+    return script, config, model, settings
+
+
+def main(arguments: list[str]) -> MCPGRPOTrainer | None:
+    """
+    Train, or only check.
+
+    Args:
+        arguments (`list[str]`):
+            The command line, without the program.
+
+    Returns:
+        [`MCPGRPOTrainer`] or `None`: The trainer, closed; `None` after a pre-flight.
+    """
+    script, config, model, settings = parse(arguments)
+    train_dataset = script.load(script.tasks, "train", script.num_tasks)
+    is_judged = config.eval_strategy != "no"
+    if is_judged and script.eval_tasks is None and not script.is_desk:
+        raise SettingsError("`eval_strategy` asks for tasks to judge by. Set `eval_tasks`.")
+    eval_dataset = script.load(script.eval_tasks, "validation", script.num_eval_tasks) if is_judged else None
+    servers, rewards = script.load_servers(script.server_processes), load_rewards(script.rewards)
+    if script.preflight:
+        found = run_preflight(
+            config,
+            model,
+            settings=settings,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            servers=servers,
+            rewards=rewards,
+        )
+        print(f"The pre-flight found nothing wrong.\n{found}")
+        return None
+    folder = RunFolder(Path(config.output_dir), settings, is_main=config.process_index == 0)
+    with folder.logging():
+        checkpoint = folder.checkpoint()
+        with MCPGRPOTrainer(
+            load_model(config, model),
+            rewards,
+            config,
+            train_dataset,
+            eval_dataset=eval_dataset,
+            servers=servers,
+            peft_config=get_peft_config(model),
+            quantization_config=get_quantization_config(model),
+            callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
+        ) as trainer:
+            folder.write(trainer.catalog, len(train_dataset))
+            train(trainer, script, folder.path, checkpoint)
+    return trainer
+
+
+def load_model(config: MCPGRPOConfig, model: ModelConfig) -> str:
+    """
+    Say how the trainer is to load the model.
+
+    Args:
+        config ([`MCPGRPOConfig`]):
+            Gets `model_init_kwargs`.
+        model ([`~trl.ModelConfig`]):
+            Which model, in which precision.
+
+    Returns:
+        `str`: Its name or folder.
+    """
+    if model.model_name_or_path == STAND_IN:
+        path = Path(config.output_dir) / STAND_IN
+        with config.main_process_first(local=False):
+            if not (path / "model.safetensors").exists():
+                save_stand_in(str(path), tokenizer_of(STAND_IN)[0], seed=config.seed)
+        return str(path)
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
+    }
+    return model.model_name_or_path
+
+
+def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpoint: str | None) -> None:
+    """
+    Train and write what is to be kept.
+
+    Args:
+        trainer ([`MCPGRPOTrainer`]):
+            The trainer.
+        script (`TrainArguments`):
+            How to look at it.
+        folder (`Path`):
+            Where to write.
+        checkpoint (`str`, *optional*):
+            What to go on from.
+    """
+    if not trainer.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(TrainingProgress())
+    if script.debug_trajectory:
+        TrajectoryLog(folder / "debug").watch(trainer)
+    if script.profile:
+        trainer.measure_phases()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.save_model()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+    if not trainer.is_world_process_zero():
+        return
+    history = trainer.state.log_history
+    if script.profile:
+        table = profile_table(history)
+        (folder / "profile.md").write_text(table + "\n")
+        print(table)
+    panels = {
+        "Reward": ["reward", "eval_reward"],
+        "Tools": ["tools/valid_rate", "tools/call_frequency"],
+        "Divergence": ["kl", "entropy"],
+    }
+    plot_curves(history, panels, folder / "curves.png")
+    print(f"Done. Figures: {folder}/metrics.jsonl, curves: {folder}/curves.png, settings: {folder}/config.yaml.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except MCPGRPOError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,123 @@
+"""A tiny random Qwen3 in place of weights that are not here: it calls no tools, but everything around it is real."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from trl.chat_template_utils import qwen3_chat_template
+
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.types import Trajectory
+
+
+STAND_IN = "stand-in"  # as `model_name_or_path`
+QWEN3_CONTEXT = 40960
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def tokenizer_of(name: str, revision: str = "main") -> tuple[PreTrainedTokenizerFast, bool]:
+    """
+    The tokenizer of a model, or one that carries the chat template of Qwen3.
+
+    Args:
+        name (`str`):
+            The model, or `"stand-in"`.
+        revision (`str`, *optional*, defaults to `"main"`):
+            Its revision.
+
+    Returns:
+        `tuple[PreTrainedTokenizerFast, bool]`: The tokenizer, and whether it is that of the model. If not, bytes are its
+        tokens.
+
+    Raises:
+        [`SettingsError`]: If it is not on this machine and the model is no Qwen3.
+    """
+    if name != STAND_IN:
+        try:
+            return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True), True
+        except (OSError, ValueError) as error:
+            if "qwen3" not in str(name).lower():
+                raise SettingsError(
+                    f"The tokenizer of {name!r} is not on this machine, and only the chat template of Qwen3 is known by heart. "
+                    f"Fetch it first: `hf download {name} --include 'tokenizer*' '*.jinja' config.json`."
+                ) from error
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=qwen3_chat_template
+    )
+    return tokenizer, False
+
+
+def context_of(name: str, revision: str = "main") -> int | None:
+    """
+    Tokens that a model attends to.
+
+    Args:
+        name (`str`):
+            The model.
+        revision (`str`, *optional*, defaults to `"main"`):
+            Its revision.
+
+    Returns:
+        `int` or `None`: The number; `None` if its configuration is not on this machine.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def save_stand_in(folder: str, tokenizer: PreTrainedTokenizerFast, context: int | None = None, seed: int = 0) -> None:
+    """
+    Write a tiny random Qwen3 where `from_pretrained` finds it.
+
+    Args:
+        folder (`str`):
+            Where to.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Its tokenizer.
+        context (`int`, *optional*):
+            Tokens that it attends to. If `None`, many: bytes are more than tokens.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+    """
+    set_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=context or 4 * QWEN3_CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def plain_text(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+    """
+    Share of lower-case letters in what was written: something that even a random model can get better at.
+
+    Args:
+        trajectory (`list[Trajectory]`):
+            The trajectories.
+        kwargs (`Any`):
+            What else the trainer passes to reward functions; not used.
+
+    Returns:
+        `list[float]`: One reward per trajectory.
+    """
+    texts = ["".join(str(message.get("content") or "") for message in each.messages) for each in trajectory]
+    return [sum("a" <= letter <= "z" for letter in text) / max(len(text), 1) for text in texts]

@@ -1,0 +1,300 @@
+"""The recipe for Qwen3: its configurations are right, it trains, goes on exactly, and says what it was told."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpo_qwen3
+import pytest
+import yaml
+from helpers.sums import ROWS, SERVERS
+from recipe_parts.command_line import write_settings
+from recipe_parts.run_folder import RunFolder
+from safetensors.torch import load_file
+
+from mcp_grpo.errors import SettingsError
+
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
+CLASSIC: dict[str, Any] = {
+    "learning_rate": 5e-6,
+    "warmup_steps": 100,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "num_train_epochs": 3,
+    "epsilon": 0.2,
+    "beta": 0.01,
+    "gamma": 0.99,
+    "lam": 0.95,
+    "value_loss_coef": 0.5,
+    "ref_sync_steps": 100,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> list[str]:
+    """Arguments of a short run on servers and tasks of one's own."""
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": SERVERS}))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return [
+        "--config",
+        str(ROOT / "recipes" / "configs" / "cpu_debug.yaml"),
+        "--servers",
+        str(tmp_path / "servers.json"),
+        "--tasks",
+        str(tmp_path / "tasks.jsonl"),
+        "--rewards",
+        "recipe_parts.stand_in:plain_text",
+        "--max_completion_length",
+        "16",
+        "--max_steps",
+        "2",
+        "--disable_tqdm",
+        "true",
+    ]
+
+
+def test_there_is_a_configuration_for_everything_promised() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert names == {
+        "qwen3_0.6b_lora_vllm",
+        "qwen3_0.6b_qlora",
+        "qwen3_1.7b_lora_vllm",
+        "qwen3_4b_lora_server",
+        "qwen3_8b_zero3",
+        "qwen3_8b_fsdp2",
+        "cpu_debug",
+        "classic",
+    }
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in names)
+    for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"):
+        assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+        assert f"`{path.name}`" in readme
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_weights(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        grpo_qwen3.main(["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]) is None
+    )
+    found = capsys.readouterr().out
+    assert "found nothing wrong" in found
+    assert "finance, python, search, slack" in found
+    if "vllm" in path.stem:
+        assert "vLLM in process: needs a GPU" in found
+
+
+def test_the_earlier_hyperparameters_are_kept() -> None:
+    _, config, _, _ = grpo_qwen3.parse(["--config", str(ROOT / "recipes" / "configs" / "classic.yaml")])
+    assert {name: getattr(config, name) for name in CLASSIC} == CLASSIC
+    assert config.ref_sync == "hard"
+    assert config.advantage_mode == "gae"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rat", "1"], r"`learning_rat` \(did you mean `learning_rate`\?\).*command line"),
+        (["--max-turn=3"], r"did you mean `max_turns`"),
+        (["--lora_alfa", "4"], r"did you mean `lora_alpha`"),
+        (["stray"], "stray"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_name(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        grpo_qwen3.parse(["--model_name_or_path", "stand-in", "--use_cpu", "true", *arguments])
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: stand-in\nuse_cpu: true\nnum_generation: 4\n")
+    with pytest.raises(
+        SettingsError, match=r"`num_generation` \(did you mean `num_generations`\?\).*configuration file"
+    ):
+        grpo_qwen3.parse(["--config", str(path)])
+    with pytest.raises(SettingsError, match="no configuration file"):
+        grpo_qwen3.parse(["--config", str(tmp_path / "other.yaml")])
+
+
+def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
+    with pytest.raises(SettingsError, match="There is no reward 'nonsense'"):
+        grpo_qwen3.main([*own, "--preflight", "--rewards", "nonsense"])
+    with pytest.raises(SettingsError, match="Qwen3"):
+        grpo_qwen3.main([*own, "--preflight", "--model_name_or_path", "somebody/else"])
+    tight = ["--use_vllm", "true", "--vllm_max_model_length", "20"]
+    with pytest.raises(SettingsError, match="vllm_max_model_length"):
+        grpo_qwen3.main([*own, "--preflight", *tight, "--model_name_or_path", "Qwen/Qwen3-0.6B"])
+
+
+def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[str], tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    trainer = grpo_qwen3.main([*own, "--output_dir", str(whole), "--debug", "--profile", "--hub_token", "secret"])
+    assert trainer is not None
+    # What it was told gives the same settings again.
+    given = [*own, "--output_dir", str(whole), "--debug", "--profile"]
+    script, config, model, _ = grpo_qwen3.parse(["--config", str(whole / "config.yaml")])
+    assert "secret" not in (whole / "config.yaml").read_text()
+    for found, wanted in zip((script, config, model), grpo_qwen3.parse(given), strict=False):
+        differing = {
+            n for n, v in vars(wanted).items() if n != "hub_token" and getattr(found, n) != v and not _is_state(v)
+        }
+        assert not differing
+    facts = json.loads((whole / "versions.json").read_text())
+    assert facts["catalog_hash"] == trainer.catalog.hash
+    assert facts["packages"]["trl"]
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2]
+    assert all(line["grad_norm"] > 0 for line in lines if "grad_norm" in line)
+    assert "| rollout |" in (whole / "profile.md").read_text()
+    assert "== Outcome ==" in (whole / "debug" / "step-1.txt").read_text()
+    for name in ("adapter_model.safetensors", "chat_template.jinja", "curves.png", "run.log", "checkpoint-1"):
+        assert (whole / name).exists()
+    with pytest.raises(SettingsError, match="--resume"):
+        grpo_qwen3.main([*own, "--output_dir", str(whole)])
+
+    resumed.mkdir()
+    for name in ("checkpoint-1", "stand-in", "config.yaml", "metrics.jsonl"):
+        source = whole / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, resumed / name)
+    again = grpo_qwen3.main([*own, "--output_dir", str(resumed), "--resume"])
+    assert again is not None
+    assert again.state.global_step == 2
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
+    before = load_file(whole / "checkpoint-1" / "adapter_model.safetensors")
+    for name, weight in expected.items():
+        assert found[name].equal(weight), name
+    assert any(not weight.equal(before[name]) for name, weight in expected.items())
+    logged = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "grad_norm" in line] == [1, 2]
+    assert "Settings have changed" not in (resumed / "run.log").read_text()
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is an object of this process, not a setting."""
+    return type(value).__name__ in ("AcceleratorConfig", "PartialState", "device", "DistributedType")
+
+
+def test_resuming_with_other_settings_or_without_a_checkpoint_is_not_silent(
+    own: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SettingsError, match="no checkpoint"):
+        grpo_qwen3.main([*own, "--output_dir", str(tmp_path / "none"), "--resume"])
+    _, _, _, settings = grpo_qwen3.parse([*own, "--output_dir", str(tmp_path / "run"), "--resume"])
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    before = {**settings, "beta": 0.5}
+    write_settings(before, tmp_path / "run" / "config.yaml")
+    folder = RunFolder(tmp_path / "run", settings)
+    checkpoint = folder.checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.endswith("checkpoint-3")
+    assert "beta (0.5 -> 0.0)" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_debug_configuration_trains_on_the_desk_from_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "recipes/grpo_qwen3.py", "--config", "recipes/configs/cpu_debug.yaml"]
+    finished = subprocess.run(
+        [*command, "--debug", "--profile", "--output_dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
+    assert all(line["grad_norm"] > 0 for line in lines if "grad_norm" in line)
+    refused = subprocess.run([*command, "--nonsens", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "did you mean" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def _free_port() -> int:
+    """The first of two ports that nobody listens on."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        try:
+            two.bind(("127.0.0.1", one.getsockname()[1] + 1))
+        except OSError:
+            return _free_port()
+        return one.getsockname()[1]
+
+
+FAKES = {
+    # A cluster of two nodes that are both this machine.
+    "scontrol": "echo localhost; echo localhost",
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; export SLURM_PROCID=0; exec "$@"',
+    "vllm": 'echo vllm "$@" >>"$CALLS"; exec {python} -m http.server 8000 --bind 127.0.0.1',
+    "accelerate": 'echo accelerate "$@" >>"$CALLS"; {training}',
+    "mcp-fake": "exec {python} -m http.server {port} --bind 127.0.0.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("training", "status"), [("sleep 1; exit 0", 0), ("sleep 1; exit 7", 7), ("exec sleep 600", 143)]
+)
+def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, training: str, status: int) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    port = _free_port()
+    for name, body in FAKES.items():
+        text = body.replace("{python}", sys.executable).replace("{training}", training).replace("{port}", str(port))
+        text = text.replace("8000", str(port + 1)) if name == "vllm" else text
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod((programs / name).stat().st_mode | stat.S_IXUSR)
+    script = (
+        (ROOT / "recipes" / "slurm" / "train.sbatch").read_text().replace("VLLM_PORT=8000", f"VLLM_PORT={port + 1}")
+    )
+    (tmp_path / "train.sbatch").write_text(script)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_GPUS_ON_NODE": "8",
+        "VLLM_MODEL": "Qwen/Qwen3-4B",
+        "MCP_SERVERS": "mcp-fake\n",
+        "MCP_PORTS": str(port),
+        "STARTUP_SECONDS": "60",
+    }
+    job = subprocess.Popen(
+        ["bash", str(tmp_path / "train.sbatch"), "--config", "a file.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if status == 143:
+        deadline = time.monotonic() + 60
+        while "accelerate" not in (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else True:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        job.terminate()
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == status, output
+    calls = (tmp_path / "calls").read_text()
+    assert "vllm serve Qwen/Qwen3-4B" in calls
+    assert "--num_machines 1 --num_processes 8" in calls
+    assert f"--config a file.yaml --vllm_mode server --vllm_server_base_url http://localhost:{port + 1}" in calls
+    left = subprocess.run(["pgrep", "-f", str(programs)], capture_output=True, text=True, check=False).stdout
+    listening = subprocess.run(
+        ["pgrep", "-f", f"http.server {port}"], capture_output=True, text=True, check=False
+    ).stdout
+    assert not left
+    assert not listening

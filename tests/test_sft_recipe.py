@@ -1,0 +1,202 @@
+"""The supervised warm start: its tokens are those of a rollout, and its loss is only on what the policy writes."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import sft_warmup
+import torch
+from helpers.families import end_of_turn_ids, family_tokenizer
+from helpers.policies import ScriptedGenerator, save_tiny_model
+from helpers.runs import make_trainer
+from helpers.sums import CALL, ROWS, SERVERS, TEMPLATE_KWARGS
+from peft import PeftModel
+from servers.sums import server
+from transformers import AutoModelForCausalLM
+
+from mcp_grpo import Task, ToolPool
+from mcp_grpo.errors import SettingsError, TemplateError
+from mcp_grpo.evaluation import run_solutions
+from mcp_grpo.rollout import Limits, Renderer, conversation_tokens, roll_out
+from mcp_grpo.servers import desk_servers
+from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.tasks.desk import build_tasks
+from mcp_grpo.types import Trajectory
+
+
+SOLUTION = {
+    "steps": [{"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}], "evidence": ["5"], "fails": False}],
+    "final": "5",
+}
+
+
+def renderer_of(family: str, **kwargs: Any) -> Renderer:
+    tokenizer = family_tokenizer(family)
+    return Renderer(tokenizer, end_of_turn_ids=end_of_turn_ids(family, tokenizer), chat_template_kwargs=kwargs)
+
+
+def attempt(renderer: Renderer, turns: list[str], servers: Any, task: Task) -> tuple[Trajectory, list[dict[str, Any]]]:
+    """A rollout in which the policy says given texts."""
+
+    async def run() -> tuple[Trajectory, list[dict[str, Any]]]:
+        async with ToolPool(servers) as pool:
+            trajectory = await roll_out(
+                task,
+                pool=pool,
+                renderer=renderer,
+                generator=ScriptedGenerator(renderer.tokenizer, turns),
+                limits=Limits(max_turns=9, max_completion_length=100_000),
+            )
+            return trajectory, [tool.schema for tool in pool.catalog.tools_for(task)]
+
+    return anyio.run(run)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_tokens_of_a_conversation_are_those_of_a_rollout(thinking: bool) -> None:
+    renderer = renderer_of("qwen3", enable_thinking=thinking)
+    opening = "<think>\n\n</think>\n\n" if thinking else ""
+    both = CALL.replace("<|im_end|>", "\n" + CALL)  # two calls in one turn
+    turns = [opening + CALL, opening + both, opening + "5<|im_end|>"]
+    task = Task(task_id="sum", prompt=({"role": "user", "content": "2+3?"},))
+    trajectory, tools = attempt(renderer, turns, {"sums": server}, task)
+    assert len(trajectory.exchanges) == 3
+    token_ids, mask = conversation_tokens(renderer, task.prompt, trajectory.messages, tools)
+    assert tuple(token_ids) == trajectory.prompt_ids + trajectory.completion_ids
+    assert tuple(mask) == (0,) * len(trajectory.prompt_ids) + trajectory.sampled_mask
+
+
+def test_scripted_solutions_of_the_desk_are_written_as_a_policy_would_write_them() -> None:
+    renderer = renderer_of("qwen3", **TEMPLATE_KWARGS)
+    tasks = random.Random(0).sample(tasks_from_rows(build_tasks("train", 40)), 4)
+    solutions = run_solutions(tasks, desk_servers())
+    assert not any(one.problems for one in solutions)
+    tools = anyio.run(sft_warmup.tools_of, tasks, desk_servers())
+    for one, schemas in zip(solutions, tools, strict=True):
+        messages = one.trajectory.messages
+        token_ids, mask = conversation_tokens(renderer, one.trajectory.task.prompt, messages, schemas)
+        written = renderer.tokenizer.decode([t for t, is_written in zip(token_ids, mask, strict=True) if is_written])
+        *calls, final, nothing = written.split("<|im_end|>")
+        assert nothing == ""
+        assert final == messages[-1]["content"]
+        history = list(renderer.prompt_ids(one.trajectory.task.prompt, schemas))
+        parsed = [
+            renderer.parse(
+                history, renderer.tokenizer(f"{call}<|im_end|>", add_special_tokens=False)["input_ids"], schemas
+            )
+            for call in calls
+        ]
+        assert [call for turn in parsed for call in turn.calls] == [e.call for e in one.trajectory.exchanges]
+        assert not any(turn.malformed for turn in parsed)
+
+
+def test_a_result_after_the_last_turn_is_read_by_nobody() -> None:
+    renderer = renderer_of("qwen3", **TEMPLATE_KWARGS)
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "5"},
+    ]
+    prompt = [{"role": "user", "content": "2+3?"}]
+    assert conversation_tokens(renderer, prompt, messages, []) == conversation_tokens(
+        renderer, prompt, messages[:1], []
+    )
+    with pytest.raises(TemplateError, match="enable_thinking"):
+        renderer_of("glm4moe").turn_ids({"role": "assistant", "content": "5"})
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[str]]:
+    """A warm start of a tiny model, half on scripted solutions and half on recorded ones."""
+    folder = tmp_path_factory.mktemp("warm")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    recorded = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    rows = [{**row, "solution": SOLUTION} for row in ROWS[:2]] + [{**row, "messages": recorded} for row in ROWS[2:]]
+    rows.append({**ROWS[0], "task_id": "broken", "solution": {**SOLUTION, "final": "6"}})
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": SERVERS}))
+    model = save_tiny_model(folder / "model", hidden_size=64, intermediate_size=128)
+    arguments = ["--model_name_or_path", model, "--servers", str(folder / "servers.json")]
+    arguments += ["--tasks", str(folder / "tasks.jsonl"), "--output_dir", str(folder / "out"), "--use_cpu", "true"]
+    arguments += [
+        "--max_steps",
+        "120",
+        "--learning_rate",
+        "5e-3",
+        "--gradient_accumulation_steps",
+        "1",
+        "--bf16",
+        "false",
+    ]
+    arguments += ["--logging_steps", "1", "--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no"]
+    return folder / "out", sft_warmup.main(arguments), arguments
+
+
+def test_the_loss_of_the_warm_start_is_only_on_what_the_policy_writes(warm: tuple[Path, Any, list[str]]) -> None:
+    _, trainer, _ = warm
+    assert len(trainer.train_dataset) == 4  # the solution that does not solve its task is left out
+    batch = next(iter(trainer.get_train_dataloader()))
+    tokenizer = trainer.processing_class
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        written = tokenizer.decode(labels[labels != -100])
+        assert written == f"{CALL}5<|im_end|>"
+        assert torch.equal(ids[labels != -100], labels[labels != -100])
+        assert "<tool_response>" in tokenizer.decode(ids)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] / 4
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    logps = logits[:, :-1].float().log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    mean = -logps.gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)[labels != -100].mean()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+    assert loss.item() == pytest.approx(mean.item(), rel=1e-3)
+
+
+def test_reinforcement_learning_goes_on_from_a_warm_start(warm: tuple[Path, Any, list[str]], tmp_path: Path) -> None:
+    folder, _, _ = warm
+    with make_trainer(tmp_path, str(folder), max_steps=1) as trainer:
+        task = Task(task_id="sum", prompt=({"role": "user", "content": "2+3?"},))
+        trajectories = trainer.roll_out([task], num_generations=8)
+    assert sum(t.answer == "5" and len(t.exchanges) == 1 for t in trajectories) >= 6
+
+
+def test_an_adapter_is_merged_for_what_follows(warm: tuple[Path, Any, list[str]], tmp_path: Path) -> None:
+    _, _, arguments = warm
+    adapter = [
+        "--use_peft",
+        "true",
+        "--lora_target_modules",
+        "all-linear",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    sft_warmup.main([*arguments, *adapter])
+    base = arguments[arguments.index("--model_name_or_path") + 1]
+    ids = torch.arange(50).unsqueeze(0)
+    with torch.no_grad():
+        before, alone = (
+            AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (base, tmp_path / "merged")
+        )
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)(ids).logits
+    torch.testing.assert_close(alone, adapted, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(alone, before, atol=1e-3)
+
+
+def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(
+    warm: tuple[Path, Any, list[str]],
+) -> None:
+    _, _, arguments = warm
+    with pytest.raises(SettingsError, match="nothing to imitate"):
+        sft_warmup.main([*arguments, "--max_length", "50"])
