@@ -401,7 +401,7 @@ class MCPGRPOConfig(GRPOConfig):
             "help": "Whether the value head goes to the Hub with the model.",
         },
     )
-    report_to: str | list[str] | None = field(
+    report_to: None | str | list[str] = field(  # noqa: RUF036 (in this order, the command line can read it)
         default=None,
         metadata={
             "help": "Trackers of Transformers, or `none`. If not given, `metrics.jsonl` in the output folder, and Trackio if "
