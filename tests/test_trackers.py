@@ -87,7 +87,8 @@ def test_a_run_that_goes_on_replaces_what_was_logged_after_its_checkpoint(tmp_pa
     args: Any = settings(tmp_path)
     state: Any = State()
     file = tmp_path / METRICS_FILE
-    file.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)))
+    before = [{"step": 1, "loss": 0.5}, {"step": 1, "batch/reward": 1.0}, {"step": 2, "loss": 0.5}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in before) + '{"step": 2, "batch/rew')
     callback, control = MetricsFile(file), Any
     callback.on_train_begin(args, state, control)
     callback.on_log(args, state, control, logs={"loss": float("nan")})

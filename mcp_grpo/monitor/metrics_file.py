@@ -30,8 +30,7 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not self._path.exists():
             return
-        lines = self._path.read_text().splitlines()
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step] if state.global_step else []
+        kept = [line for line in self._path.read_text().splitlines() if _is_before(line, state.global_step)]
         self._path.write_text("".join(line + "\n" for line in kept))
 
     def on_log(
@@ -49,3 +48,13 @@ class MetricsFile(TrainerCallback):
         figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
         with self._path.open("a") as lines:
             lines.write(json.dumps({"step": state.global_step, **figures}, default=str) + "\n")
+
+
+def _is_before(line: str, step: int) -> bool:
+    """Whether a line belongs to a run up to a checkpoint. One that is broken off does not, nor does the batch after it."""
+    try:
+        figures = json.loads(line)
+    except ValueError:
+        return False
+    is_of_next = any(name.startswith("batch/") for name in figures)
+    return 0 < step and (figures["step"] < step or (figures["step"] == step and not is_of_next))
