@@ -21,18 +21,23 @@ MAX_REPEATS = 3  # of the answer in other words, as in "12.5 million (12,500,000
 TOLERANCE = 1e-6  # relative, of a number that asks for no other
 
 _ANSWER_LINE = re.compile(r"^[\s>*_#`-]*(?:final\s+)?answer\s*[*_`]*\s*[:：][ \t]*(.*)$", re.IGNORECASE | re.MULTILINE)
-_HEDGE = re.compile(r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b", re.IGNORECASE)
-_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)"
+_HEDGE = re.compile(
+    r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b|±|\+\s?/?\s?-", re.IGNORECASE
+)
+_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)(?:\s*\(c[efo]o\))?"
 _NOW = r"(?:the\s+|its\s+)?(?:current\s+|present\s+|new\s+)?"
 _OF = r"(?:\s+(?:of|at|for)\s+[^:;,()\n]{1,80}?)?"
 _LEAD_IN = re.compile(
     r"^(?:(?:so|thus|therefore|hence)\W+)?"
-    rf"(?:(?:{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*:)"
+    rf"(?:(?:(?:[^:;,()\n]{{1,60}}?['’]s?\s+)?{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*[:,])"
     r"|(?:it|that|this)\s+(?:is|was)\b|it['’]s)\W+)?"
-    rf"(?:{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
+    rf"(?:(?:the\s+)?{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
     re.IGNORECASE,
 )
-_LEAD_OUT = re.compile(rf"(?:\s*\(|,\s+|\s+is\s+){_NOW}{_ROLE}{_OF}\s*\)?\W*$", re.IGNORECASE)
+_LEAD_OUT = re.compile(
+    rf"(?:\s*\(|,\s+|\s+(?:is|has\s+been)\s+){_NOW}{_ROLE}{_OF}(?:\s+since\s+(?:\w+\s+){{0,2}}\d{{4}})?\s*\)?\W*$",
+    re.IGNORECASE,
+)
 _EXCHANGE = re.compile(r"^\s*(?:nyse|nasdaq|lse|xetra|ticker|symbol)\s*:\s*", re.IGNORECASE)
 _FIGURE_OUT = re.compile(r"^(.+?)(?:\s*\(|\s*[,:;]\s+|\s+-\s+|\s+(?:with|at)\s+)([^()]*\d[^()]*?)\)?\W*$")
 _THING = (
@@ -47,7 +52,7 @@ _SUCH = (
 )
 _FOUND = (
     r"(?:available|exist\w*|found|find|located?|identif(?:y|ied)|retrieved?|listed|trad(?:e|ed|ing)|reported|report|published|publish"
-    r"|recorded|released|known|applicable|present|in\s+(?:(?:the|its|our|this|my)\s+)?(?:data|database|records|tools|market))"
+    r"|recorded|released|known|applicable|present|(?:gone\s+)?public|in\s+(?:(?:the|its|our|this|my)\s+)?(?:data|database|records|tools|market))"
 )
 _NOT = r"(?:\bnot|n['’]t|\bcannot)"
 _REFUSAL = re.compile(
