@@ -16,9 +16,11 @@ import pytest
 import yaml
 from helpers.sums import ROWS, SERVERS
 from recipe_parts.command_line import write_settings
+from recipe_parts.desk import load_rewards
 from recipe_parts.run_folder import RunFolder
 from safetensors.torch import load_file
 
+import mcp_grpo.rewards
 from mcp_grpo.errors import SettingsError
 
 
@@ -298,3 +300,21 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
     ).stdout
     assert not left
     assert not listening
+
+
+def test_rewards_of_all_kinds_are_loaded_and_only_makers_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def plain(prompts, completions, **kwargs): return [1.0]\n"
+        "def ours(trajectory, **kwargs): return [2.0]\n"
+        "def maker(weight=3.0): return lambda trajectory, **kwargs: [weight]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["task_outcome", "desk_reward", *(f"rewards_of_mine:{name}" for name in ("plain", "ours", "maker"))]
+    outcome, desk, plain, ours, made = load_rewards(names)
+    assert outcome is mcp_grpo.rewards.task_outcome
+    assert isinstance(desk, mcp_grpo.rewards.Rubric)
+    assert [plain([], []), ours([]), made([])] == [[1.0], [2.0], [3.0]]
+    with pytest.raises(SettingsError, match="There is no reward 'nothing'"):
+        load_rewards(["nothing"])

@@ -114,6 +114,12 @@ def _load_reward(name: str) -> Callable[..., Any]:
             f"There is no reward {name!r}: {error}. Name one of `mcp_grpo.rewards`, or `module:function` of a module that "
             "can be imported from here."
         ) from error
-    # What takes nothing makes a reward function, such as `desk_reward()`; what takes trajectories is one.
-    is_maker = inspect.isfunction(found) and "trajectory" not in inspect.signature(found).parameters
-    return found() if is_maker else found
+    return found() if _is_maker(found) else found
+
+
+def _is_maker(found: Callable[..., Any]) -> bool:
+    """Whether something makes a reward function, such as `desk_reward()`: it can be called with nothing, a reward cannot."""
+    if not inspect.isfunction(found):
+        return False
+    parameters = inspect.signature(found).parameters.values()
+    return not any(one.default is one.empty or one.kind is one.VAR_KEYWORD for one in parameters)
