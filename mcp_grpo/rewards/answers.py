@@ -4,31 +4,68 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from datetime import date
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.rewards.assignment import is_assignable
-from mcp_grpo.rewards.numbers import CURRENCIES, PERCENTS, SCALES, Number, dates_in, numbers_in
-from mcp_grpo.types import Trajectory
+from mcp_grpo.rewards.numbers import CURRENCIES, PERCENTS, SCALES, Number, asks_for_fall, dates_in, numbers_in
+from mcp_grpo.types import Task, Trajectory
 
 
 MAX_ANSWER = 1000  # characters; who writes more has not answered
+MAX_NAMED = 200  # characters of a name with its figure
 MAX_REPEATS = 3  # of the answer in other words, as in "12.5 million (12,500,000)"
 TOLERANCE = 1e-6  # relative, of a number that asks for no other
 
 _ANSWER_LINE = re.compile(r"^[\s>*_#`-]*(?:final\s+)?answer\s*[*_`]*\s*[:：][ \t]*(.*)$", re.IGNORECASE | re.MULTILINE)
 _HEDGE = re.compile(r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b", re.IGNORECASE)
+_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)"
+_NOW = r"(?:the\s+|its\s+)?(?:current\s+|present\s+|new\s+)?"
+_OF = r"(?:\s+(?:of|at|for)\s+[^:;,()\n]{1,80}?)?"
 _LEAD_IN = re.compile(
     r"^(?:(?:so|thus|therefore|hence)\W+)?"
-    r"(?:(?:the\s+)?(?:final\s+)?(?:answer|result|company|name|symbol|ticker)\s+(?:is|was)|(?:it|that|this)\s+(?:is|was)|it['’]s)\W+",
+    rf"(?:(?:{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*:)"
+    r"|(?:it|that|this)\s+(?:is|was)\b|it['’]s)\W+)?"
+    rf"(?:{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
     re.IGNORECASE,
 )
+_LEAD_OUT = re.compile(rf"(?:\s*\(|,\s+|\s+is\s+){_NOW}{_ROLE}{_OF}\s*\)?\W*$", re.IGNORECASE)
+_EXCHANGE = re.compile(r"^\s*(?:nyse|nasdaq|lse|xetra|ticker|symbol)\s*:\s*", re.IGNORECASE)
+_FIGURE_OUT = re.compile(r"^(.+?)(?:\s*\(|\s*[,:;]\s+|\s+-\s+|\s+(?:with|at)\s+)([^()]*\d[^()]*?)\)?\W*$")
+_THING = (
+    r"(?:data|records?|results?|information|figures?|values?|prices?|quotes?|close|trad(?:es?|ing)|listings?|compan(?:y|ies)"
+    r"|stocks?|shares?|securit(?:y|ies)|symbols?|tickers?|match(?:es)?|reports?|filings?|statements?|entr(?:y|ies)"
+    r"|revenues?|income|profits?|earnings|eps|dividends?)"
+)
+_SUCH = (
+    r"(?:such|any|a|closing|opening|closed|available|matching|corresponding|relevant|known|public|published|reported|recorded|listed"
+    r"|valid|usable|official|historical|annual|quarterly|daily|adjusted|financial|fiscal|year|full-year|market|net|gross|operating"
+    r"|(?:fy|q)?\d{1,4}|\d{4}-\d\d-\d\d|(?-i:[A-Z])[\w.&'’-]*|" + _THING + r")"
+)
+_FOUND = (
+    r"(?:available|exist\w*|found|find|located?|identif(?:y|ied)|retrieved?|listed|trad(?:e|ed|ing)|reported|report|published|publish"
+    r"|recorded|released|known|applicable|present|in\s+(?:(?:the|its|our|this|my)\s+)?(?:data|database|records|tools|market))"
+)
+_NOT = r"(?:\bnot|n['’]t|\bcannot)"
 _REFUSAL = re.compile(
-    r"\b(?:no (?:such|data|record|records|result|results|information|figure|figures|price|prices|quote|trading)"
-    r"|(?:does|do|did|is|was|are|were|could|can|has|have|had)(?: not|n['’]t)|cannot|not (?:available|found|listed|known|exist)"
-    r"|unavailable|unknown|non-?existent|none|n/a)\b",
+    rf"\bno\s+(?:{_SUCH}\s+){{0,5}}{_THING}\b(?!\s+(?:change|difference|problem|issue|doubt|fee|limit|need|gap|halt|suspension|missing|lacking)s?\b)"
+    rf"|{_NOT}\s+(?:yet\s+|been\s+|be\s+|currently\s+|publicly\s+|able\s+to\s+|actually\s+|appear\s+to\s+|seem\s+to\s+)*{_FOUND}\b"
+    rf"|{_NOT}\s+(?:have\s+|find\s+|return\s+|show\s+)?any\s+(?:{_SUCH}\s+){{0,4}}{_THING}\b"
+    rf"|{_NOT}\s+(?:have|find|return|show)\s+(?:{_SUCH}\s+){{0,4}}{_THING}\b"
+    r"|\bunable\s+to\s+(?:find|locate|identify|retrieve)\b"
+    r"|\b(?:none|nothing)\s+(?:(?:is|was|were|could\s+be|has\s+been)\s+)?(?:available|found|reported|recorded|published|exists?)\b"
+    rf"|\b(?:{_THING}|results)\s+(?:is|are|was|were)\s+(?:missing|unknown)\b|\bunknown\s+(?:company|symbol|ticker)\b"
+    r"|\byet\s+to\s+(?:be\s+)?(?:report|publish|release)(?:ed|d)?\b"
+    r"|\b(?:trading|trades?|shares?|stock|it)\b(?:(?!\bnot\b|n['’]t\b|\bnever\b)[^.;?!]){0,40}\b(?:halted|suspended)\b|\b(?:halt|suspension)\s+(?:of|in)\s+trading\b"
+    r"|\b(?:0|zero)\s+(?:results|records|matches)\b"
+    r"|(?<!not )\bunavailable\b|\bnon-?existent\b|(?<![\w/])n/a\b",
+    re.IGNORECASE,
+)
+_NO_REFUSAL = re.compile(
+    r"\?|\b(?:if|whether|unless|maybe|perhaps|possibly|(?:may|might)\s+be\s+no)\b|\b(?:not|n['’]t)\s+(?:true|the\s+case)\b|\bfalse\b",
     re.IGNORECASE,
 )
 _LEGAL_FORMS = {
@@ -47,6 +84,24 @@ _LEGAL_FORMS = {
 }
 _LEGAL_FORMS |= {"ag", "sa", "nv", "se", "gmbh", "spa", "ab", "asa", "oyj"}
 _YES, _NO = {"yes", "true", "correct"}, {"no", "false", "incorrect"}
+_CAPITAL = r"(?:(?:Inc|Corp|Co|Ltd|Mrs?|Ms|Dr|Prof|[A-Z])\.|[^\W\d_a-zß-öø-ÿ][\w'’-]*)"
+_CAPITALS = re.compile(rf"{_CAPITAL}(?:[ \u00a0]+(?:&[ ]+)?{_CAPITAL})*")
+_ASIDE = re.compile(  # words that have capitals in a sentence, and are of no name
+    r"(?:^|(?<=\s))(?:(?:the|its|a|an|our|current|new|answer|hi|hello|thanks|in|at|for|it|is|as|of|mr|mrs|ms|dr|prof)\.?"
+    rf"|{_ROLE})(?=\s|$)",
+    re.IGNORECASE,
+)
+_IS_ABOUT = re.compile(r"\b(?:of|for|at|on|about|hi|hello|thanks|dear)\s+(?:the\s+)?$|@$", re.IGNORECASE)
+_IS_OWNER = re.compile(rf"(?:['’]s?(?:\s+{_ROLE})?|\s{_ROLE})$|^(?:of|for|at|hi|hello|thanks)\s", re.IGNORECASE)
+_IS_ASKED = re.compile(
+    rf"\s*(?:\([^()]*\)\s*)?(?::|['’]s?\s|{_ROLE}\b|has\s+(?-i:[A-Z])|is\s+(?:led|run|headed)\s)", re.IGNORECASE
+)
+_FORMER = re.compile(r"\b(?:former|formerly|previous|previously|until|ex)\b", re.IGNORECASE)
+_LISTED_BEFORE = re.compile(r"[^\W_](?:\s*[,;/|+]|\s+and|\s*&|\n)\s*$", re.IGNORECASE)
+_LISTED_AFTER = re.compile(r"(?:\s*[,;/|+]|\s+and\s|\s*&|\s*\n)\s*(?:and\s+)?(?-i:[A-Z])", re.IGNORECASE)
+_ASKS_FOR_FALL = (
+    "asks_for_fall"  # in a spec: the question itself says "loss" or "fall", and an answer need not have the sign
+)
 _ITEM_MARK = re.compile(r"^\s*(?:[-*•]|\(?\d{1,2}[.)](?=\s))\s*")
 
 
@@ -102,10 +157,26 @@ def is_matched(trajectory: Trajectory) -> bool:
         spec = answer_spec(task.answer)
     except TaskFormatError as error:
         raise TaskFormatError(f"The `answer` of task {task.task_id!r} cannot be compared with: {error}") from error
-    return trajectory.answer is not None and matches_answer(trajectory.answer, spec)
+    if trajectory.answer is None:
+        return False
+    return matches_answer(trajectory.answer, spec, question=question_of(task))
 
 
-def matches_answer(message: str, answer: Any) -> bool:
+def question_of(task: Task) -> str:
+    """
+    What the user asks in a task.
+
+    Args:
+        task ([`Task`]):
+            The task.
+
+    Returns:
+        `str`: The user's messages, one after the other.
+    """
+    return " ".join(str(message.get("content") or "") for message in task.prompt if message["role"] == "user")
+
+
+def matches_answer(message: str, answer: Any, *, question: str = "") -> bool:
     """
     Whether a message gives an answer; see [`answer_match`].
 
@@ -114,12 +185,15 @@ def matches_answer(message: str, answer: Any) -> bool:
             What the policy wrote.
         answer (`Any`):
             What is expected: a value, or a mapping with its `type`.
+        question (`str`, *optional*):
+            What was asked. "A loss of 5" is -5, but 5 is right as well where the question itself asks for a loss.
 
     Returns:
         `bool`: Whether it does.
     """
     text = final_answer(message)
-    return 0 < len(text) <= MAX_ANSWER and _matches(text, answer_spec(answer))
+    spec = answer_spec(answer)
+    return 0 < len(text) <= MAX_ANSWER and _matches(text, {**spec, _ASKS_FOR_FALL: asks_for_fall(question)})
 
 
 def mentions_answer(text: str, answer: Any) -> bool:
@@ -153,6 +227,83 @@ def mentions_answer(text: str, answer: Any) -> bool:
             return _matches(text, spec)
 
 
+def gives_only(text: str, answers: Sequence[Any]) -> bool:
+    """
+    Whether a text gives answers in its sentences, and no others. For text that somebody else is to read, such as a post.
+
+    Every figure but years and dates must be one of the answers. A name must be given once, with no other name that could be
+    meant instead. Whoever hedges or denies has given nothing.
+
+    Args:
+        text (`str`):
+            The text.
+        answers (`Sequence[Any]`):
+            What is expected: values, or mappings with their `type`.
+
+    Returns:
+        `bool`: Whether it does.
+    """
+    specs = [answer_spec(answer) for answer in answers]
+    if not 0 < len(text) <= MAX_ANSWER or _HEDGE.search(text):
+        return False
+    numbers = [spec for spec in specs if spec["type"] == "number"]
+    found = _figures(numbers_in(_plain(text)))
+    if numbers and not _is_covered([[_is_number(number, spec) for spec in numbers] for number in found], len(numbers)):
+        return False
+    days = [date.fromisoformat(spec["value"]) for spec in specs if spec["type"] == "date"]
+    if days and set(dates_in(_without_marks(text))) != set(days):
+        return False
+    names = [spec for spec in specs if spec["type"] == "name"]
+    if names and _FORMER.search(text):
+        return False
+    if not all(_is_only_name(text, spec, [other for other in names if other is not spec]) for spec in names):
+        return False
+    return all(_matches(text, spec) for spec in specs if spec["type"] not in ("number", "date", "name"))
+
+
+def _is_covered(fits: Sequence[Sequence[bool]], num_specs: int) -> bool:
+    """Whether every figure fits an answer and every answer has a figure, said a few times at most."""
+    is_short = len(fits) <= MAX_REPEATS * num_specs
+    return is_short and all(map(any, fits)) and all(any(row[spec] for row in fits) for spec in range(num_specs))
+
+
+def _is_only_name(text: str, spec: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
+    names = {_name(name) for name in (spec["value"], *spec.get("aliases", ()))}
+    known = names.union(*({_name(name) for name in (one["value"], *one.get("aliases", ()))} for one in others))
+    runs = [_Run(match) for match in _CAPITALS.finditer(_without_marks(text))]
+    given = [run for run in runs if _name(run.name) in names]
+    if not given or len({_name(run.name) for run in given}) < len(given):
+        return False
+    if len(_words(given[0].name)) == 1:
+        return not any(run.is_listed for run in given)
+    rivals = [run for run in runs if len(_words(run.name)) > 1 and _name(run.name) not in known]
+    # One other name may be there: of the company, say. What a text is about, and what it says of it, cannot be mistaken.
+    is_clear = all(run.is_subject for run in rivals) and not any(run.is_subject for run in given)
+    return not rivals or (is_clear and len({_words(run.name)[0] for run in rivals}) == 1)
+
+
+class _Run:
+    """Words with capitals that stand side by side, and what is around them."""
+
+    def __init__(self, match: re.Match[str]) -> None:
+        self._before, self._text, self._after = match.string[: match.start()], match[0], match.string[match.end() :]
+        self.name = _ASIDE.sub("", match[0]).strip(" .")
+
+    @property
+    def is_subject(self) -> bool:
+        """Whether it is what the text is about, rather than what it says of it."""
+        return (
+            _IS_ABOUT.search(self._before) is not None
+            or _IS_OWNER.search(self._text) is not None
+            or _IS_ASKED.match(self._after) is not None
+        )
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it stands in a list."""
+        return _LISTED_BEFORE.search(self._before) is not None or _LISTED_AFTER.match(self._after) is not None
+
+
 def final_answer(message: str) -> str:
     """
     The part of a message that counts as its answer.
@@ -166,8 +317,9 @@ def final_answer(message: str) -> str:
     """
     lines = list(_ANSWER_LINE.finditer(message))
     if not lines:
-        return message.strip()
-    return _without_marks(lines[-1][1]) or message[lines[-1].end() :].strip()
+        return _unboxed(message.strip())
+    line = _unboxed(lines[-1][1])
+    return _without_marks(line) or _unboxed(message[lines[-1].end() :].strip())
 
 
 def has_answer_line(message: str) -> bool:
@@ -227,10 +379,15 @@ def _matches(text: str, spec: Mapping[str, Any]) -> bool:
 
 
 def _matches_number(text: str, spec: Mapping[str, Any]) -> bool:
-    numbers = numbers_in(_plain(text))
+    numbers = _figures(numbers_in(_plain(text)))
     if not 0 < len(numbers) <= MAX_REPEATS or _HEDGE.search(text):
         return False
     return all(_is_number(number, spec) for number in numbers)
+
+
+def _figures(numbers: Sequence[Number]) -> Sequence[Number]:
+    """Numbers without the years among them, which say when; all of them if all could be years."""
+    return [number for number in numbers if not number.is_year] or numbers
 
 
 def _is_number(number: Number, spec: Mapping[str, Any]) -> bool:
@@ -238,6 +395,8 @@ def _is_number(number: Number, spec: Mapping[str, Any]) -> bool:
     want = spec["value"] * unit.factor
     relative = spec.get("tolerance", TOLERANCE if "absolute" not in spec else 0.0)
     margin = max(relative * abs(want), spec.get("absolute", 0.0) * unit.factor) * (1 + 1e-9)
+    if number.is_fall and spec.get(_ASKS_FOR_FALL):
+        want, number = abs(want), replace(number, value=abs(number.value))
     return any(math.isfinite(got) and abs(got - want) <= margin for got in unit.readings(number))
 
 
@@ -274,11 +433,32 @@ def _matches_date(text: str, spec: Mapping[str, Any]) -> bool:
 
 def _matches_name(text: str, spec: Mapping[str, Any]) -> bool:
     names = {_name(name) for name in (spec["value"], *spec.get("aliases", ()))}
-    text = _LEAD_IN.sub("", _without_marks(text))
+    text = _without_marks(text)
     if _name(text) in names:
         return True
-    inside = re.fullmatch(r"(.+?)\s*\((.+)\)\W*", text)  # "Northwind Logistics (NWL)"
-    return inside is not None and {_name(inside[1]), _name(inside[2])} <= names
+    if _HEDGE.search(text):
+        return False
+    text = _LEAD_OUT.sub("", _LEAD_IN.sub("", text))
+    return _is_named(text, names) or ((found := _with_figure(text)) is not None and _is_named(found, names))
+
+
+def _is_named(text: str, names: Set[str]) -> bool:
+    if _name(text) in names:
+        return True
+    inside = re.fullmatch(r"(.+?)\s*\((.+)\)\W*", text)  # "Northwind Logistics (NWL)", "Northwind Logistics (Class B)"
+    if inside is None:
+        return False
+    first, second = _name(inside[1]), _name(_EXCHANGE.sub("", inside[2]))
+    return {first, second} <= names or (second.startswith("class ") and _name(f"{inside[1]} {inside[2]}") in names)
+
+
+def _with_figure(text: str) -> str | None:
+    """What stands before a figure that ends a text, as in "Northwind Logistics ($2.6B)"."""
+    found = _FIGURE_OUT.match(text) if len(text) <= MAX_NAMED else None
+    if found is None or len(numbers_in(found[2])) != 1:
+        return None
+    words = re.findall(r"[^\W\d_]+", found[2].lower())
+    return found[1] if all(word in {*SCALES, *PERCENTS, *CURRENCIES} for word in words) else None
 
 
 def _matches_set(text: str, spec: Mapping[str, Any]) -> bool:
@@ -304,13 +484,8 @@ def _matches_boolean(text: str, spec: Mapping[str, Any]) -> bool:
 
 
 def _matches_refusal(text: str, spec: Mapping[str, Any]) -> bool:
-    figures = [number for number in numbers_in(_plain(text)) if not _is_year(number)]
-    return _REFUSAL.search(text) is not None and not figures
-
-
-def _is_year(number: Number) -> bool:
-    is_bare = number.scale == 1.0 and number.percent is None and number.currency is None
-    return is_bare and number.value in range(1900, 2100)
+    figures = [number for number in numbers_in(_plain(text)) if not number.is_year and not number.is_count]
+    return _REFUSAL.search(text) is not None and _NO_REFUSAL.search(text) is None and not figures
 
 
 def _segmentations(text: str) -> Iterator[list[str]]:
@@ -332,8 +507,16 @@ def _segmentations(text: str) -> Iterator[list[str]]:
         yield [item for item in items if item]
 
 
+def _unboxed(text: str) -> str:
+    """A text without the boxes of LaTeX around its parts."""
+    for _ in range(3 if "\\" in text and len(text) <= 2 * MAX_ANSWER else 0):
+        text = re.sub(r"\\(?:boxed|text\w*|mathrm|mathbf)\s*\{((?:[^{}]|\{,\})*)\}", r"\1", text.replace("{,}", ","))
+    return text
+
+
 def _without_marks(text: str) -> str:
     """A text without the marks of Markdown and LaTeX that may stand around it."""
+    text = text.replace("\u2010", "-").replace("\u2011", "-")
     return re.sub(r"(?<![\w*])[_*]+|[_*]+(?![\w*\s])|[*_`]+$|[`\\]", "", text.strip()).strip()
 
 
@@ -356,9 +539,11 @@ def _name(text: str) -> str:
     words = _words(text)
     if len(words) > 1 and words[0] == "the":
         words = words[1:]
+    share_class = words[-2:] if len(words) > 3 and words[-2] == "class" else []
+    words = words[: len(words) - len(share_class)]
     while len(words) > 1 and words[-1] in _LEGAL_FORMS:
         words = words[:-1]
-    return " ".join(words) or text.strip().casefold()
+    return " ".join([*words, *share_class]) or text.strip().casefold()
 
 
 def _is_finite(value: Any) -> bool:

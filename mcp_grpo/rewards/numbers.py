@@ -8,8 +8,8 @@ from datetime import date
 
 SCALES: Mapping[str, float] = {
     **dict.fromkeys(("k", "thousand", "thousands"), 1e3),
-    **dict.fromkeys(("m", "mn", "mio", "million", "millions"), 1e6),
-    **dict.fromkeys(("b", "bn", "billion", "billions"), 1e9),
+    **dict.fromkeys(("m", "mm", "mn", "mln", "mio", "million", "millions"), 1e6),
+    **dict.fromkeys(("b", "bn", "bln", "billion", "billions"), 1e9),
     **dict.fromkeys(("t", "tn", "trillion", "trillions"), 1e12),
 }
 PERCENTS: Mapping[str, float] = {
@@ -25,17 +25,19 @@ CURRENCIES: Mapping[str, str] = {
 }
 
 
-def _any_of(words: Mapping[str, object]) -> str:
+def _any_of(words: Mapping[str, object], end: str = r"(?!\w)") -> str:
     """A pattern for one of these, the longest first; words end where they end."""
     ranked = sorted(words, key=len, reverse=True)
-    return "|".join(re.escape(word) + (r"(?!\w)" if word[-1].isalpha() else "") for word in ranked)
+    return "|".join(re.escape(word) + (end if word[-1].isalpha() else "") for word in ranked)
 
+
+_BEFORE = _any_of(CURRENCIES, end=r"(?![^\W\d])")  # also right before its digits, as in "USD5"
 
 # Possessive throughout: a number that is not followed by what may follow is none, and not a shorter one.
 _NUMBER = re.compile(
     rf"""
     (?<![\w.]) (?P<sign> [-+] | (?:minus|negative)\s+ )?+
-    (?P<before> (?:{_any_of(CURRENCIES)}) )?+ \s?+
+    (?P<before> (?:{_BEFORE}) )?+ \s?+
     (?P<inner> - )?+
     (?P<digits> (?: \d{{1,3}}(?:[,'\u00a0\u2009\u202f]\d{{3}})++ | \d++ )(?:\.\d++)?+ | \.\d++ )
     (?: e(?P<exponent>[-+]?\d{{1,3}}) | \s?[x×*]\s?10(?:\^|\*\*)(?P<power>[-+]?\d{{1,2}}) )?+
@@ -45,6 +47,34 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_OPENS = r"(?:^|[:=]|\b(?:is|was|of)\b)\s*"  # what a figure follows that has nothing else before it
+_IN_BRACKETS = re.compile(  # a loss, as accountants write it
+    rf"(?P<opens>{_OPENS})(?P<before>(?:{_BEFORE})\s?)?"
+    rf"\((?P<figure>(?:{_BEFORE})?\s?\d[\d,.]*+(?:\s?(?:{_any_of(PERCENTS)}|{_any_of(SCALES)}))?)\)",
+    re.IGNORECASE,
+)
+_MINUS = re.compile(rf"(?P<opens>{_OPENS})-\s+(?=\d|(?:{_BEFORE})\s?\d)", re.IGNORECASE)
+_DASH = re.compile(r"(?<=[^\s(])\s+-\s+")
+_FALL = r"loss(?!\s+(?:ratio|rate))|losses|lost|los(?:es|ing)|decreas\w*|declin\w*|fell|fall(?:s|en|ing)?|drop(?:s|ped|ping)?|reduc\w*|shrank|shrunk"
+_FALLS = re.compile(rf"(?<![\w-])(?:{_FALL})\b", re.IGNORECASE)
+_RISES = re.compile(
+    r"\b(?:ris(?:e|es|en|ing)|rose|gain\w*|grow\w*|grew|increas\w*|chang\w*|profits?|income|up)\b", re.IGNORECASE
+)
+_FALL_BEFORE = re.compile(
+    rf"(?<![\w-])(?:{_FALL}|down)(?:\s+(?:(?:inc|corp|co|ltd)\.|[\w&'’-]+)){{0,10}}[\s:(]*$", re.IGNORECASE
+)
+_LEVEL = re.compile(
+    r"\b(?:to|from|at|above|below)(?:\s+(?:about|approximately|around|roughly|nearly|just|a|an|the))*\s*$",
+    re.IGNORECASE,
+)
+_FALL_AFTER = re.compile(rf"\s*\(?(?:(?:a|an|net|operating|annual|quarterly)\s+)*(?:{_FALL})\b", re.IGNORECASE)
+_CONTEXT = 100  # characters before a figure in which a word may say that it is a loss
+_COUNTED = re.compile(
+    r"[\s-]+(?:trading\s+|full\s+|business\s+|fiscal\s+)?"
+    r"(?:days?|weeks?|months?|quarters?|years?|sessions?|results?|records?|matches|hits|entries|reports?|filings?|statements?)\b",
+    re.IGNORECASE,
+)
+_LESS_AFTER = re.compile(r"\s*\(?(?:lower|less|down)\b", re.IGNORECASE)
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = (
     r"(?P<{0}>jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
@@ -77,12 +107,21 @@ class Number:
             What "%" and the like multiply it by; `None` if there is none.
         currency (`str`, *optional*):
             Code of its currency, such as `"USD"`.
+        is_year (`bool`, *optional*, defaults to `False`):
+            Whether it could be a year: four digits and nothing else.
+        is_count (`bool`, *optional*, defaults to `False`):
+            Whether it counts days, results and the like.
+        is_fall (`bool`, *optional*, defaults to `False`):
+            Whether words make it a loss or a fall, as in "a net loss of 5"; its value is then negative.
     """
 
     value: float
     scale: float = 1.0
     percent: float | None = None
     currency: str | None = None
+    is_year: bool = False
+    is_count: bool = False
+    is_fall: bool = False
 
 
 def numbers_in(text: str) -> list[Number]:
@@ -98,7 +137,8 @@ def numbers_in(text: str) -> list[Number]:
     Returns:
         `list[Number]`: In the order of the text.
     """
-    return [_number(match) for match in _NUMBER.finditer(_DATE.sub(" ", text))]
+    text = _signed(_DATE.sub(" ", text))
+    return [_number(match) for match in _NUMBER.finditer(text)]
 
 
 def dates_in(text: str) -> list[date | None]:
@@ -115,18 +155,55 @@ def dates_in(text: str) -> list[date | None]:
     return list(_dates(text))
 
 
+def asks_for_fall(question: str) -> bool:
+    """
+    Whether a question takes for granted that something was lost or fell, as "By how much did it fall?" does.
+
+    Args:
+        question (`str`):
+            The question.
+
+    Returns:
+        `bool`: Whether it does. "Did it rise or fall?" does not.
+    """
+    return _FALLS.search(question) is not None and _RISES.search(question) is None
+
+
+def _signed(text: str) -> str:
+    """A text in which what is below zero has its minus right before it, and no other dash looks like one."""
+    text = _IN_BRACKETS.sub(lambda found: f"{found['opens']}-{found['before'] or ''}{found['figure']} ", text)
+    text = _MINUS.sub(lambda found: f"{found['opens']}-", text)
+    return _DASH.sub(" ; ", text)
+
+
 def _number(match: re.Match[str]) -> Number:
     part = match.groupdict()
     exponent = int(part["exponent"] or part["power"] or 0)
     value = float(re.sub(r"[^\d.]", "", part["digits"]) + f"e{exponent}")
     is_negative = (part["inner"] is not None) != ((part["sign"] or "+").strip().lower() in ("-", "minus", "negative"))
     currency = part["before"] or part["after"]
+    is_fall = _is_fall(match)
+    is_bare = not any(
+        part[name] for name in ("sign", "before", "inner", "exponent", "power", "percent", "scale", "after")
+    )
     return Number(
-        value=-value if is_negative else value,
+        value=-value if is_negative or is_fall else value,
         scale=SCALES.get((part["scale"] or "").lower(), 1.0),
         percent=PERCENTS.get((part["percent"] or "").lower()),
         currency=None if currency is None else CURRENCIES[currency.lower()],
+        is_year=is_bare and re.fullmatch(r"(?:19|20)\d\d", part["digits"]) is not None,
+        is_count=is_bare and value == int(value) < 1000 and _COUNTED.match(match.string, match.end()) is not None,
+        is_fall=is_fall,
     )
+
+
+def _is_fall(match: re.Match[str]) -> bool:
+    before = match.string[max(0, match.start() - _CONTEXT) : match.start()]
+    if _FALL_BEFORE.search(before) is not None and _LEVEL.search(before) is None:
+        return True
+    if _FALL_AFTER.match(match.string, match.end()) is not None:
+        return True
+    return match["percent"] is not None and _LESS_AFTER.match(match.string, match.end()) is not None
 
 
 def _dates(text: str) -> Iterator[date | None]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
-from mcp_grpo.rewards.answers import answer_spec, matches_answer, mentions_answer
+from mcp_grpo.rewards.answers import answer_spec, gives_only, matches_answer, mentions_answer
 from mcp_grpo.rewards.assignment import is_assignable
 from mcp_grpo.types import Task, Trajectory
 
@@ -92,6 +92,7 @@ def matches_state(got: Any, expected: Any) -> bool:
     | `{"any_order": [...]}` | the same in any order |
     | `{"one_of": [...]}` | what one of these matches |
     | `{"contains": [...]}` | a text with all of these in it: texts, or answers that it mentions |
+    | `{"only": [...]}` | a text that gives these answers in its sentences, and no other figure or name that could be meant |
     | `{"type": "number", ...}` | an answer, as [`answer_match`] knows them |
     | `{"equals": ...}` | exactly this, for objects with keys of these names |
     | `{"any": true}` | anything |
@@ -184,6 +185,11 @@ def _has(text: str, piece: Any) -> bool:
     return mentions_answer(text, piece)
 
 
+def _only(got: Any, expected: Any) -> bool:
+    pieces = [expected] if isinstance(expected, str | Mapping) else _values("only", expected)
+    return isinstance(got, str) and gives_only(got, pieces)
+
+
 def _one_of(got: Any, expected: Any) -> bool:
     return any(matches_state(got, value) for value in _values("one_of", expected))
 
@@ -202,6 +208,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "any_order": _in_any_order,
     "one_of": _one_of,
     "contains": _contains,
+    "only": _only,
     "equals": lambda got, expected: got == expected,
     "any": lambda got, expected: True,
 }

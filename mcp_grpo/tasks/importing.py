@@ -16,7 +16,7 @@ from datasets import Dataset
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.tasks.loading import read_rows
-from mcp_grpo.tasks.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, refuse, row_problems, shown
+from mcp_grpo.tasks.rows import MAX_TURNS, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, refuse, row_problems, shown
 
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +31,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "servers": ("servers",),
 }  # fmt: skip
 """Names that each column is known by, the likeliest first."""
+
+ANSWER_TYPES = ("number", "date", "name", "set", "list", "boolean", "refusal")
+"""Types of answers that [`~mcp_grpo.rewards.answer_match`] knows."""
 
 _RESERVED = {
     *REQUIRED_COLUMNS,
@@ -63,6 +66,10 @@ class ImportReport:
             For each column of a task, the rows that have none.
         unreadable (`Mapping[str, tuple[str, ...]]`):
             For each column of a task, what was there in rows where it could not be understood and was left out.
+        unmatched (`tuple[str, ...]`):
+            Rows whose answer was kept, though [`~mcp_grpo.rewards.answer_match`] cannot compare with it.
+        unknown_difficulties (`tuple[str, ...]`):
+            Rows whose difficulty was kept, though it sets no limit on turns.
         invented_ids (`tuple[str, ...]`):
             Rows whose id was made from their content.
         changed_ids (`tuple[str, ...]`):
@@ -80,6 +87,8 @@ class ImportReport:
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     unreadable: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    unmatched: tuple[str, ...] = ()
+    unknown_difficulties: tuple[str, ...] = ()
     invented_ids: tuple[str, ...] = ()
     changed_ids: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
@@ -99,6 +108,11 @@ class ImportReport:
         for column, rows in self.unreadable.items():
             yield f"  `{column}` not understood and left out: {_listed(rows)}"
         for title, rows in (
+            (
+                "`answer` kept, but `answer_match` cannot compare with it: read it in a reward function of yours",
+                self.unmatched,
+            ),
+            (f"`difficulty` kept, but it sets no limit on turns, as {list(MAX_TURNS)} do", self.unknown_difficulties),
             ("id made from the content", self.invented_ids),
             ("id changed, because another task has it", self.changed_ids),
             ("left out, because an earlier row is the same", self.duplicates),
@@ -156,6 +170,8 @@ class _Importer:
         self._metadata: dict[str, str] = {}
         self._lacking: dict[str, list[str]] = {}
         self._unreadable: dict[str, list[str]] = {}
+        self._unmatched: list[str] = []
+        self._unknown_difficulties: list[str] = []
         self._invented: list[str] = []
         self._changed: list[str] = []
         self._duplicates: list[str] = []
@@ -195,6 +211,8 @@ class _Importer:
             metadata=self._metadata,
             lacking={column: tuple(rows) for column, rows in self._lacking.items()},
             unreadable={column: tuple(rows) for column, rows in self._unreadable.items()},
+            unmatched=tuple(self._unmatched),
+            unknown_difficulties=tuple(self._unknown_difficulties),
             invented_ids=tuple(self._invented),
             changed_ids=tuple(self._changed),
             duplicates=tuple(self._duplicates),
@@ -209,6 +227,10 @@ class _Importer:
         for column in ("answer", "tools", "difficulty"):
             if column not in task and column not in unreadable:
                 self._lacking.setdefault(column, []).append(name)
+        if "answer" in task and not _is_comparable(task["answer"]):
+            self._unmatched.append(f"{name} ({shown(task['answer'])})")
+        if task.get("difficulty", next(iter(MAX_TURNS))) not in MAX_TURNS and "max_turns" not in task:
+            self._unknown_difficulties.append(f"{name} ({shown(task['difficulty'])})")
         for column, value in unreadable.items():
             self._unreadable.setdefault(column, []).append(f"{name} ({shown(value)})")
 
@@ -320,6 +342,18 @@ def _tool(value: Any) -> str | None:
         inner: Any = tool.get("function", tool)
         value = inner if isinstance(inner, str) else cast("Mapping[str, Any]", inner).get("name")
     return _text(value)
+
+
+def _is_comparable(answer: Any) -> bool:
+    """Whether it looks like an answer to compare with: a value, a list of values, or an object that says its type."""
+    if isinstance(answer, Mapping):
+        return cast("Mapping[str, Any]", answer).get("type") in ANSWER_TYPES
+    if isinstance(answer, list):
+        values = cast("list[Any]", answer)
+        return bool(values) and not any(
+            isinstance(value, list | bool) or not _is_comparable(value) for value in values
+        )
+    return _text(answer) is not None if isinstance(answer, str) else isinstance(answer, int | float)
 
 
 def _anything(value: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.rewards import answer_match, is_matched, matches_answer
-from mcp_grpo.rewards.answers import mentions_answer
+from mcp_grpo.rewards.answers import gives_only, mentions_answer
 
 
 MILLIONS = {"type": "number", "value": 12.5, "unit": "million USD", "tolerance": 0.005}
@@ -20,6 +20,11 @@ NAME = {"type": "name", "value": "Northwind Logistics, Inc.", "aliases": ["NWL"]
 SET = {"type": "set", "values": ["VLTA", "NWL", "Johnson & Johnson"]}
 ORDERED = ["VLTA", "NWL"]
 REFUSAL = {"type": "refusal"}
+REVENUE = {"type": "number", "value": 305_861_000, "unit": "USD", "tolerance": 0.001}
+LOSS = {"type": "number", "value": -19_852_000, "unit": "USD", "tolerance": 0.001}
+FALL = {"type": "number", "value": -1.7, "unit": "%", "absolute": 0.005}
+PERSON = {"type": "name", "value": "Edda Fairbourne"}
+CLASS_B = {"type": "name", "value": "Quintrel Data Inc. Class B", "aliases": ["QNTB"]}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,263 @@ def test_what_is_wrong_or_covers_several_answers_does_not_match(message: str, an
     assert not matches_answer(message, answer)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$305,861,000 (fiscal 2023)",
+        "The gross profit in Q2 2023 was $305,861,000.",
+        "Gross profit in the second quarter of fiscal 2023: $305,861,000",
+        "In 2023, up on 2022: 305,861,000 USD",
+        "Gross profit - $305,861,000",
+        "Gross profit – 305,861,000",
+        "Gross profit ($305,861,000)",
+        "USD305,861,000",
+        "305861000USD",
+        "305.86 mln",
+        "$305.86MM",
+        "0.30586 bln",
+        "$\\boxed{305{,}861{,}000}$ USD",
+        "It fell to $305,861,000",
+        "It had fallen in 2023 to about $305,861,000",
+        "It declined from $305,861,000",
+    ],
+)
+def test_a_year_a_dash_or_a_level_do_not_spoil_a_figure(text: str) -> None:
+    assert matches_answer(f"Answer: {text}", REVENUE)
+    assert not matches_answer(f"Answer: {text}", REVENUE | {"value": 2023, "unit": ""})
+    assert not matches_answer(f"Answer: {text}", REVENUE | {"value": -305_861_000})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("2023, 2024", 2023),
+        ("In 2023 it was 1998", 1998),
+        ("2023 or 305,861,000", REVENUE),
+        ("2023 and 305,861,000 and 299,000,000", REVENUE),
+        ("$2,023 and $305,861,000", REVENUE),
+        ("2023 million and 305,861,000", REVENUE),
+        ("2023", REVENUE),
+        ("3 months: 305,861,000", REVENUE),
+        ("(fiscal 2023)", 2022),
+    ],
+)
+def test_only_what_can_be_a_year_is_one(text: str, answer: Any) -> None:
+    assert not matches_answer(f"Answer: {text}", answer)
+
+
+def test_a_year_may_be_the_answer() -> None:
+    assert matches_answer("It was founded in 1998.", 1998)
+    assert not matches_answer("It was founded in 1998 with 17 people.", 1998)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-$19,852,000",
+        "- $19,852,000",
+        "– $19,852,000",
+        "$-19,852,000",
+        "($19,852,000)",
+        "$(19,852,000)",
+        "(19,852,000) USD",
+        "(19.852 million)",
+        "The net income was ($19,852,000).",
+        "Net income: - $19,852,000",
+        "a net loss of $19.852 million",
+        "A net loss of Quintrel Data Inc. in fiscal 2023 of $19.852 million",
+        "net loss: 19,852,000",
+        "$19,852,000 (loss)",
+        "$19,852,000 net loss",
+        "It lost $19,852,000",
+        "-19,852,000 USD (a net loss)",
+        "a loss of -19,852,000",
+    ],
+)
+def test_a_loss_is_below_zero_however_it_is_written(text: str) -> None:
+    assert matches_answer(f"Answer: {text}", LOSS)
+    assert not matches_answer(f"Answer: {text}", LOSS | {"value": 19_852_000})
+
+
+@pytest.mark.parametrize(
+    "text", ["$19,852,000", "a profit of $19,852,000", "Net income - $19,852,000", "no loss: $19,852,000 or so"]
+)
+def test_what_is_no_loss_is_not_below_zero(text: str) -> None:
+    assert not matches_answer(f"Answer: {text}", LOSS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "decreased by 1.70%",
+        "It fell by 1.7 percent",
+        "down 1.70%",
+        "1.70% decrease",
+        "1.7% lower",
+        "a decline of 1.70%",
+        "It dropped 1.70 %",
+        "declined from 2022 by 1.70%",
+        "a 1.70% drop",
+    ],
+)
+def test_a_fall_is_not_a_rise_unless_the_question_takes_it_for_granted(text: str) -> None:
+    rise = FALL | {"value": 1.7}
+    assert matches_answer(f"Answer: {text}", FALL)
+    assert not matches_answer(f"Answer: {text}", rise)
+    assert not matches_answer(f"Answer: {text}", rise, question="By how much did it rise or fall?")
+    assert matches_answer(f"Answer: {text}", rise, question="By how much did it fall?")
+    assert matches_answer(f"Answer: {text}", FALL, question="By how much did it fall?")
+    assert not matches_answer("Answer: rose by 1.70%", FALL, question="By how much did it fall?")
+    assert not matches_answer("Answer: rose by 1.70%", FALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The CEO is Edda Fairbourne.", PERSON),
+        ("The chief executive of Solvane Properties Corp. is Edda Fairbourne.", PERSON),
+        ("The current CEO: Edda Fairbourne", PERSON),
+        ("CEO: Edda Fairbourne", PERSON),
+        ("CEO Edda Fairbourne", PERSON),
+        ("Edda Fairbourne (CEO)", PERSON),
+        ("Edda Fairbourne, CEO", PERSON),
+        ("Edda Fairbourne, Chief Executive Officer of Solvane Properties", PERSON),
+        ("Edda Fairbourne is the CEO.", PERSON),
+        ("Ms. Edda Fairbourne", PERSON),
+        ("Dr Edda Fairbourne", PERSON),
+        ("\\boxed{Edda Fairbourne}", PERSON),
+        ("\\boxed{\\text{Edda Fairbourne}}", PERSON),
+        ("\\boxed{VLTA, NWL}", ORDERED),
+        ("Quintrel Data Class B", CLASS_B),
+        ("Quintrel Data, Inc. Class B", CLASS_B),
+        ("Quintrel Data Inc. (Class B)", CLASS_B),
+        ("Quintrel Data Inc. Class B (QNTB)", CLASS_B),
+        ("Quintrel Data Inc. Class B (NASDAQ: QNTB)", CLASS_B),
+        ("Quintrel Data Inc. Class B ($2.6B)", CLASS_B),
+        ("Quintrel Data Inc. Class B with $2.6 billion", CLASS_B),
+        ("Quintrel Data Inc. Class B - 12.5%", CLASS_B),
+        ("VLTA ($2.6B), NWL ($1.1B)", ORDERED),
+    ],
+)
+def test_a_name_may_come_with_its_role_or_its_figure(text: str, answer: Any) -> None:
+    assert matches_answer(f"Answer: {text}", answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The CEO is not Edda Fairbourne.", PERSON),
+        ("The CEO isn't Edda Fairbourne.", PERSON),
+        ("Edda Fairbourne is not the CEO", PERSON),
+        ("The former CEO is Edda Fairbourne.", PERSON),
+        ("Edda Fairbourne (former CEO)", PERSON),
+        ("Edda Fairbourne (until 2021)", PERSON),
+        ("Edda Fairbourne, Hedda Cheverton", PERSON),
+        ("Edda Fairbourne (Hedda Cheverton)", PERSON),
+        ("Edda Fairbourne and Hedda Cheverton", PERSON),
+        ("Edda Fairbourne, CEO, or Hedda Cheverton, CEO", PERSON),
+        ("CEO: Hedda Cheverton, CEO: Edda Fairbourne", PERSON),
+        ("The CEO is Hedda Cheverton is Edda Fairbourne", PERSON),
+        ("The CEO of Solvane, perhaps, is Edda Fairbourne", PERSON),
+        ("The CEO of Solvane or Volta is Edda Fairbourne", PERSON),
+        ("\\boxed{Edda Fairbourne} \\boxed{Hedda Cheverton}", PERSON),
+        ("Fairbourne", PERSON),
+        ("Quintrel Data Class A", CLASS_B),
+        ("Quintrel Data Inc. (Class A)", CLASS_B),
+        ("Quintrel Data", CLASS_B),
+        ("Class B", CLASS_B),
+        ("Quintrel Data Inc. Class B (Class A)", CLASS_B),
+        ("Quintrel Data Inc. Class B ($2.6B), Volta ($3B)", CLASS_B),
+        ("Quintrel Data Inc. Class B ($2.6B against $3B of Volta)", CLASS_B),
+        ("VLTA ($2.6B), NWL ($1.1B), ACME ($1B)", ORDERED),
+    ],
+)
+def test_a_name_denied_or_one_of_several_is_no_answer(text: str, answer: Any) -> None:
+    assert not matches_answer(f"Answer: {text}", answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no data available",
+        "There was no closing price on that date.",
+        "No closing price (trading was halted).",
+        "No company named Ostermark Aviation exists.",
+        "There is no such company",
+        "No listing found",
+        "No matching company found",
+        "No net income reported for fiscal 2026",
+        "No net income data for fiscal 2026",
+        "no fiscal 2026 data",
+        "No Ostermark Aviation data",
+        "No price for 2021-08-24",
+        "not yet available",
+        "Not reported yet",
+        "not in database",
+        "No available data",
+        "Trading was halted that day",
+        "There is no price; the stock was halted for 3 days",
+        "I was unable to find this company",
+        "I could not find any company of this name.",
+        "The tools did not return any data.",
+        "It didn’t trade",
+        "There isn't any data",
+        "Nothing was found",
+        "None available",
+        "Unknown company",
+        "0 results",
+        "Fiscal 2026 results have yet to be reported",
+        "No data (the latest annual report is of fiscal 2024)",
+        "Data unavailable",
+        "Not applicable",
+    ],
+)
+def test_that_there_is_no_such_thing_can_be_said_in_many_ways(text: str) -> None:
+    assert matches_answer(f"Answer: {text}", REFUSAL)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I cannot be bothered.",
+        "this is not financial advice",
+        "The answer is not simple.",
+        "It is not so",
+        "I do not know",
+        "I can't say",
+        "none",
+        "unknown",
+        "no",
+        "No, it is fine",
+        "No doubt the price is right",
+        "no change in price",
+        "no price change",
+        "There was no trading halt",
+        "Trading was not halted",
+        "There is no data missing",
+        "If there is no such data, say so.",
+        "Is there no data?",
+        "Perhaps there is no data",
+        "There may be no data",
+        "It is not true that there is no data",
+        "I do not know whether the company exists",
+        "There is no data, so I take 12.5",
+        "No price of 12.5 USD",
+        "There is no doubt: 12.5",
+        "no data, 3",
+        "No data for 3 of them",
+        "12.5, or no data",
+    ],
+)
+def test_what_gives_a_figure_or_means_something_else_is_no_refusal(text: str) -> None:
+    assert not matches_answer(f"Answer: {text}", REFUSAL)
+
+
+def test_a_refusal_counts_where_the_answer_stands() -> None:
+    assert not matches_answer("There is no data for 2021.\nAnswer: the usual", REFUSAL)
+    assert not matches_answer("There is no data for 2021.\nAnswer: 12.5", REFUSAL)
+
+
 def test_a_huge_text_is_no_answer_and_takes_no_time() -> None:
     for filler in ("3 ", "1,", "-", "9", "(", "* ", "Answer ", "minus ", "2024-03-", "a and "):
         text = filler * 100_000
@@ -323,6 +585,98 @@ def test_the_reward_is_1_for_a_match_and_0_for_all_else() -> None:
 )
 def test_a_post_may_say_more_than_the_answer(text: str, answer: Any, is_mentioned: bool) -> None:
     assert mentions_answer(text, answer) is is_mentioned
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Solvane: revenue in fiscal 2023 is 305861000 USD", REVENUE),
+        ("Revenue FY2023: $305.86 million ($305,861,000)", REVENUE),
+        ("As of 2024-03-05: $305,861,000 in Q2 2023", REVENUE),
+        ("Solvane: net loss of $19.852 million", LOSS),
+        ("The split of Northwind Logistics was on 5 March 2024.", DATE),
+        ("Edda Fairbourne", PERSON),
+        ("CEO: Edda Fairbourne", PERSON),
+        ("Solvane Properties: chief executive is Edda Fairbourne", PERSON),
+        ("Solvane Properties CEO: **Edda Fairbourne**", PERSON),
+        ("Hi Hedda, the chief executive of Solvane Properties is Edda Fairbourne.", PERSON),
+        ("Hi @Hedda Cheverton, it's Edda Fairbourne", PERSON),
+        ("Solvane Properties' chief executive is Edda Fairbourne (since 2019).", PERSON),
+        ("Solvane Properties's CEO is Edda Fairbourne", PERSON),
+        ("Edda Fairbourne is the CEO of Solvane Properties Corp.", PERSON),
+        ("Solvane Properties Corp. (SLVN) is led by Edda Fairbourne", PERSON),
+        ("Ms. Edda Fairbourne, Chief Executive Officer of Solvane Properties", PERSON),
+        ("At Solvane Properties, Edda Fairbourne is the CEO", PERSON),
+        ("The symbol is VLTA", "VLTA"),
+    ],
+)
+def test_a_post_may_give_an_answer_in_a_sentence(text: str, answer: Any) -> None:
+    assert gives_only(text, [answer])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", REVENUE),
+        ("305861000 / 299000000 / 281000000", REVENUE),
+        ("$305.9M, up from $299M", REVENUE),
+        ("It was $305.9M in 2023 and $299M in 2022", REVENUE),
+        ("It was $305.9M or so", REVENUE),
+        ("It was not $305.9M", REVENUE),
+        ("a loss of 305861000", REVENUE),
+        ("2023", REVENUE),
+        ("305861000 " * 4, REVENUE),
+        ("305861000 " + "x" * 2000, REVENUE),
+        ("The split was on 5 March 2024 and 6 March 2024.", DATE),
+        ("The split was on a Tuesday.", DATE),
+        ("", PERSON),
+        ("Hedda Cheverton", PERSON),
+        ("Board: Hedda Cheverton, Dagny Bellhouse, Edda Fairbourne, Alina Vandermeer.", PERSON),
+        ("Board: Hedda Cheverton, Edda Fairbourne. Not Edda Fairbourne.", PERSON),
+        ("Not Edda Fairbourne", PERSON),
+        ("It isn't Edda Fairbourne", PERSON),
+        ("Former CEO: Edda Fairbourne", PERSON),
+        ("Edda Fairbourne or Hedda Cheverton", PERSON),
+        ("Edda Fairbourne and Hedda Cheverton", PERSON),
+        ("Edda Fairbourne / Hedda Cheverton", PERSON),
+        ("Hedda Cheverton Edda Fairbourne", PERSON),
+        ("Hedda Cheverton\nEdda Fairbourne", PERSON),
+        ("CEO: Hedda Cheverton. CEO: Edda Fairbourne.", PERSON),
+        ("Edda Fairbourne Edda Fairbourne", PERSON),
+        ("edda fairbourne, hedda cheverton", PERSON),
+        ("EDDA FAIRBOURNE, HEDDA CHEVERTON", PERSON),
+        ("CEO of Hedda Cheverton of Edda Fairbourne of Dagny Bellhouse", PERSON),
+        ("CEO of Edda Fairbourne: Hedda Cheverton", PERSON),
+        ("Hedda Cheverton: Edda Fairbourne: Dagny Bellhouse", PERSON),
+        ("VLTA, NWL", "VLTA"),
+        ("NWL and VLTA", "VLTA"),
+    ],
+)
+def test_a_post_that_covers_several_answers_gives_none(text: str, answer: Any) -> None:
+    assert not gives_only(text, [answer])
+
+
+def test_of_two_names_only_one_can_be_what_a_post_gives() -> None:
+    first, second = PERSON, {"type": "name", "value": "Hedda Cheverton"}
+    for text in (
+        "{} of {}",
+        "{}: {}",
+        "The CEO of {} is {}",
+        "{}'s CEO is {}",
+        "{} CEO, {}",
+        "{}, {}",
+        "{} has {}",
+        "At {}, {}",
+    ):
+        for names in (("Edda Fairbourne", "Hedda Cheverton"), ("Hedda Cheverton", "Edda Fairbourne")):
+            assert sum(gives_only(text.format(*names), [person]) for person in (first, second)) <= 1
+
+
+def test_a_post_may_have_to_give_several_answers() -> None:
+    text = "Edda Fairbourne of Solvane Properties made $305.861 million."
+    assert gives_only(text, [PERSON, REVENUE])
+    assert not gives_only(text, [PERSON, REVENUE, LOSS])
+    assert not gives_only(f"{text} Or $1.", [PERSON, REVENUE])
 
 
 def test_specs_survive_json() -> None:

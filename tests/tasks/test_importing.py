@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.rewards.answers import answer_spec
 from mcp_grpo.tasks import ImportReport, import_tasks, tasks_from_rows
+from mcp_grpo.tasks.importing import ANSWER_TYPES
 from mcp_grpo.types import Task
 
 
@@ -108,6 +110,27 @@ def test_the_report_says_which_rows_lack_what_and_what_was_not_understood(tmp_pa
         "row 4: There is no question",
     ):
         assert words in text
+
+
+def test_answers_that_no_reward_compares_with_and_unknown_difficulties_are_kept_and_reported(tmp_path: Path) -> None:
+    fine = [3, "3", True, ["a", 1], {"type": "name", "value": "a"}, [{"type": "number", "value": 1}]]
+    odd = [{"revenue": 5}, {"type": "colour"}, [], [[1]], [{"revenue": 5}], " "]
+    rows = [{"id": n, "question": f"Q{n}", "answer": answer} for n, answer in enumerate([*fine, *odd])]
+    labels = [{"difficulty": "Hard"}, {"difficulty": "brutal"}, {"difficulty": "brutal", "max_turns": 3}, {"level": 2}]
+    rows += [{"id": f"d{n}", "question": "Q", **label} for n, label in enumerate(labels)]
+    tasks, report = imported(tmp_path, *rows)
+    assert [task.answer for task in tasks[: len(fine) + len(odd)]] == [*fine, *odd]
+    assert report.unmatched == tuple(f"row {n} ({answer!r})" for n, answer in enumerate(odd, len(fine)))
+    assert report.unknown_difficulties == ("row 13 ('brutal')", "row 15 ('2')")
+    assert [task.difficulty for task in tasks[-4:]] == ["hard", "brutal", "brutal", "2"]
+    assert "`answer` kept, but `answer_match` cannot compare with it" in str(report)
+    assert "['easy', 'medium', 'hard'] do: row 13 ('brutal')" in str(report)
+
+
+def test_types_of_answers_are_those_that_the_reward_knows() -> None:
+    with pytest.raises(TaskFormatError) as caught:
+        answer_spec({"type": "colour"})
+    assert str(sorted(ANSWER_TYPES)) in str(caught.value)
 
 
 def test_unreadable_lines_are_in_the_report(tmp_path: Path) -> None:
