@@ -25,12 +25,14 @@ from mcp_grpo.servers.world.days import trading_days
 from mcp_grpo.servers.world.market import MONTHS, Market
 from mcp_grpo.servers.world.pages import Fact
 from mcp_grpo.tasks import tasks_from_rows
-from mcp_grpo.tasks.desk import FAMILIES, HELD_OUT_FAMILIES, SPLITS, build_tasks, sources, traps
+from mcp_grpo.tasks.desk import FAMILIES, HELD_OUT_FAMILIES, SPLITS, build, build_tasks, sources, traps
 from mcp_grpo.tasks.desk.drafts import Pick, Unsuitable, World, named
 from mcp_grpo.types import Exchange, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 
-DIGEST = "9027ffcdd92d55a6"
+DIGEST = "0c960c77d40ebc3d"
+
+LEGAL_FORM = r"\b(?:Inc\.|Corp\.|Company|Holdings|plc|AG|SE)"
 
 
 def digest(rows: Any) -> str:
@@ -197,6 +199,7 @@ def test_a_policy_that_asks_no_tool_is_paid_next_to_nothing(datasets: dict[str, 
 def test_nothing_in_a_question_tells_whether_it_has_an_answer(datasets: dict[str, Any]) -> None:
     clauses = {"If there is no such data, say so.": Counter(), "If it did not trade": Counter()}
     forms: dict[str, Counter[bool]] = {}
+    short = Counter[bool]()
     for row in (row for rows in datasets.values() for row in rows):
         question, has_answer = row["prompt"][-1]["content"], row["answer"] != {"type": "refusal"}
         for clause, found in clauses.items():
@@ -204,28 +207,26 @@ def test_nothing_in_a_question_tells_whether_it_has_an_answer(datasets: dict[str
         head = re.match(r"(?:Look up|What (?!was)|What was|At what price)", question)
         if "If " in question and head:
             forms.setdefault(f"{head[0]} {'on' if ' on 20' in question else 'fiscal'}", Counter())[has_answer] += 1
+        if "fiscal" in question and "If " in question and not re.search(LEGAL_FORM, question):
+            short[has_answer] += 1
     for found in clauses.values():
         assert found[True] >= found[False] > 0
+    assert short[True] >= short[False] > 0  # a name that is not there need not be one without its legal form
     assert len(forms) == 6
     for form, found in forms.items():
         if found[False]:
             assert found[True] * 3 >= found[False], form
 
 
-def test_splits_do_not_share_the_names_of_companies_that_do_not_exist(datasets: dict[str, Any]) -> None:
-    market = Market()
-    names: dict[str, set[str]] = {split: set() for split in SPLITS}
-    for split, rows in datasets.items():
-        for row in rows:
-            if row["family"] == "refusal" and not row["symbols"]:
-                query = row["solution"]["steps"][0]["calls"][0]["arguments"]["query"]
-                assert query in row["prompt"][-1]["content"]
-                names[split].add(query.rsplit(" ", 1)[0])
-    every = set().union(*names.values())
-    assert min(map(len, names.values())) >= 2
-    assert len(every) == sum(map(len, names.values()))
+def test_splits_do_not_share_the_names_of_companies_that_do_not_exist() -> None:
+    place = World.of_seed(0)
+    picks = [Pick(random.Random(0), place, build._symbols(place.market, split, 0)) for split in SPLITS]
+    names = [{name.rsplit(" ", 1)[0] for name in traps._invented(pick)} for pick in picks]
+    every = set().union(*names)
+    assert min(map(len, names)) >= 8
+    assert len(every) == sum(map(len, names))
     # Some look like the name of a company, some like nobody's.
-    assert {bool(market.search_name(name)) for name in every} == {True, False}
+    assert {bool(place.market.search_name(name)) for name in every} == {True, False}
 
 
 def test_nobody_has_the_names_of_companies_that_do_not_exist() -> None:

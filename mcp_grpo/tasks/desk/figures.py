@@ -281,7 +281,8 @@ def lookup(pick: Pick) -> Draft:
     elif kind <= 2:
         figure = statement_figure(pick, company)
         what, year = figure.name.split(" in fiscal ")
-        question = statement_question(pick, what, company.name, int(year))
+        name = company.name if company.share_class else pick.one((company.name, company.short_name))
+        question = statement_question(pick, what, name, int(year))
     else:
         day, figure = close_figure(pick, company)
         question = price_question(pick, company.name, day)

@@ -43,6 +43,7 @@ NO_NOUNS = (
 )
 """Second words that no company has."""
 
+ENDINGS = (" Inc.", " Corp.", " Company", " Holdings", " plc", " AG")
 NO_DATA = "The tools have no data for this.\nAnswer: no data available"
 
 
@@ -57,7 +58,7 @@ def _no_company(pick: Pick) -> Draft:
     alike = [shown(one.symbol) for one in found] if found else ["[]"]
     year = 2020 + pick.random.randrange(5)
     return Draft(
-        question=statement_question(pick, FIGURES[key][0], name, year),
+        question=statement_question(pick, FIGURES[key][0], name + pick.one(("", pick.one(ENDINGS))), year),
         answer=REFUSAL,
         steps=[step(("searchName", {"query": name}), ("searchSymbol", {"query": name.split()[0]}), evidence=alike)],
         final=f"There is no company called {name}.\nAnswer: no data available",
