@@ -12,6 +12,7 @@ from typing import Any, cast
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.rewards.assignment import is_assignable
 from mcp_grpo.rewards.numbers import CURRENCIES, PERCENTS, SCALES, Number, asks_for_fall, dates_in, numbers_in
+from mcp_grpo.rewards.refusals import is_refusal
 from mcp_grpo.types import Task, Trajectory
 
 
@@ -21,53 +22,25 @@ MAX_REPEATS = 3  # of the answer in other words, as in "12.5 million (12,500,000
 TOLERANCE = 1e-6  # relative, of a number that asks for no other
 
 _ANSWER_LINE = re.compile(r"^[\s>*_#`-]*(?:final\s+)?answer\s*[*_`]*\s*[:：][ \t]*(.*)$", re.IGNORECASE | re.MULTILINE)
-_HEDGE = re.compile(r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b", re.IGNORECASE)
-_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)"
+_HEDGE = re.compile(
+    r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b|±|\+\s?/?\s?-", re.IGNORECASE
+)
+_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)(?:\s*\(c[efo]o\))?"
 _NOW = r"(?:the\s+|its\s+)?(?:current\s+|present\s+|new\s+)?"
 _OF = r"(?:\s+(?:of|at|for)\s+[^:;,()\n]{1,80}?)?"
 _LEAD_IN = re.compile(
     r"^(?:(?:so|thus|therefore|hence)\W+)?"
-    rf"(?:(?:{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*:)"
+    rf"(?:(?:(?:[^:;,()\n]{{1,60}}?['’]s?\s+)?{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*[:,])"
     r"|(?:it|that|this)\s+(?:is|was)\b|it['’]s)\W+)?"
-    rf"(?:{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
+    rf"(?:(?:the\s+)?{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
     re.IGNORECASE,
 )
-_LEAD_OUT = re.compile(rf"(?:\s*\(|,\s+|\s+is\s+){_NOW}{_ROLE}{_OF}\s*\)?\W*$", re.IGNORECASE)
+_LEAD_OUT = re.compile(
+    rf"(?:\s*\(|,\s+|\s+(?:is|has\s+been)\s+){_NOW}{_ROLE}{_OF}(?:\s+since\s+(?:\w+\s+){{0,2}}\d{{4}})?\s*\)?\W*$",
+    re.IGNORECASE,
+)
 _EXCHANGE = re.compile(r"^\s*(?:nyse|nasdaq|lse|xetra|ticker|symbol)\s*:\s*", re.IGNORECASE)
 _FIGURE_OUT = re.compile(r"^(.+?)(?:\s*\(|\s*[,:;]\s+|\s+-\s+|\s+(?:with|at)\s+)([^()]*\d[^()]*?)\)?\W*$")
-_THING = (
-    r"(?:data|records?|results?|information|figures?|values?|prices?|quotes?|close|trad(?:es?|ing)|listings?|compan(?:y|ies)"
-    r"|stocks?|shares?|securit(?:y|ies)|symbols?|tickers?|match(?:es)?|reports?|filings?|statements?|entr(?:y|ies)"
-    r"|revenues?|income|profits?|earnings|eps|dividends?)"
-)
-_SUCH = (
-    r"(?:such|any|a|closing|opening|closed|available|matching|corresponding|relevant|known|public|published|reported|recorded|listed"
-    r"|valid|usable|official|historical|annual|quarterly|daily|adjusted|financial|fiscal|year|full-year|market|net|gross|operating"
-    r"|(?:fy|q)?\d{1,4}|\d{4}-\d\d-\d\d|(?-i:[A-Z])[\w.&'’-]*|" + _THING + r")"
-)
-_FOUND = (
-    r"(?:available|exist\w*|found|find|located?|identif(?:y|ied)|retrieved?|listed|trad(?:e|ed|ing)|reported|report|published|publish"
-    r"|recorded|released|known|applicable|present|in\s+(?:(?:the|its|our|this|my)\s+)?(?:data|database|records|tools|market))"
-)
-_NOT = r"(?:\bnot|n['’]t|\bcannot)"
-_REFUSAL = re.compile(
-    rf"\bno\s+(?:{_SUCH}\s+){{0,5}}{_THING}\b(?!\s+(?:change|difference|problem|issue|doubt|fee|limit|need|gap|halt|suspension|missing|lacking)s?\b)"
-    rf"|{_NOT}\s+(?:yet\s+|been\s+|be\s+|currently\s+|publicly\s+|able\s+to\s+|actually\s+|appear\s+to\s+|seem\s+to\s+)*{_FOUND}\b"
-    rf"|{_NOT}\s+(?:have\s+|find\s+|return\s+|show\s+)?any\s+(?:{_SUCH}\s+){{0,4}}{_THING}\b"
-    rf"|{_NOT}\s+(?:have|find|return|show)\s+(?:{_SUCH}\s+){{0,4}}{_THING}\b"
-    r"|\bunable\s+to\s+(?:find|locate|identify|retrieve)\b"
-    r"|\b(?:none|nothing)\s+(?:(?:is|was|were|could\s+be|has\s+been)\s+)?(?:available|found|reported|recorded|published|exists?)\b"
-    rf"|\b(?:{_THING}|results)\s+(?:is|are|was|were)\s+(?:missing|unknown)\b|\bunknown\s+(?:company|symbol|ticker)\b"
-    r"|\byet\s+to\s+(?:be\s+)?(?:report|publish|release)(?:ed|d)?\b"
-    r"|\b(?:trading|trades?|shares?|stock|it)\b(?:(?!\bnot\b|n['’]t\b|\bnever\b)[^.;?!]){0,40}\b(?:halted|suspended)\b|\b(?:halt|suspension)\s+(?:of|in)\s+trading\b"
-    r"|\b(?:0|zero)\s+(?:results|records|matches)\b"
-    r"|(?<!not )\bunavailable\b|\bnon-?existent\b|(?<![\w/])n/a\b",
-    re.IGNORECASE,
-)
-_NO_REFUSAL = re.compile(
-    r"\?|\b(?:if|whether|unless|maybe|perhaps|possibly|(?:may|might)\s+be\s+no)\b|\b(?:not|n['’]t)\s+(?:true|the\s+case)\b|\bfalse\b",
-    re.IGNORECASE,
-)
 _LEGAL_FORMS = {
     "inc",
     "incorporated",
@@ -484,8 +457,7 @@ def _matches_boolean(text: str, spec: Mapping[str, Any]) -> bool:
 
 
 def _matches_refusal(text: str, spec: Mapping[str, Any]) -> bool:
-    figures = [number for number in numbers_in(_plain(text)) if not number.is_year and not number.is_count]
-    return _REFUSAL.search(text) is not None and _NO_REFUSAL.search(text) is None and not figures
+    return is_refusal(_plain(text))
 
 
 def _segmentations(text: str) -> Iterator[list[str]]:

@@ -49,7 +49,7 @@ _NUMBER = re.compile(
 )
 _OPENS = r"(?:^|[:=]|\b(?:is|was|of)\b)\s*"  # what a figure follows that has nothing else before it
 _IN_BRACKETS = re.compile(  # a loss, as accountants write it
-    rf"(?P<opens>{_OPENS})(?P<before>(?:{_BEFORE})\s?)?"
+    rf"(?P<opens>{_OPENS})-?(?P<before>(?:{_BEFORE})\s?)?"
     rf"\((?P<figure>(?:{_BEFORE})?\s?\d[\d,.]*+(?:\s?(?:{_any_of(PERCENTS)}|{_any_of(SCALES)}))?)\)",
     re.IGNORECASE,
 )

@@ -259,6 +259,7 @@ def test_a_year_may_be_the_answer() -> None:
         "$(19,852,000)",
         "(19,852,000) USD",
         "(19.852 million)",
+        "-(19,852,000)",
         "The net income was ($19,852,000).",
         "Net income: - $19,852,000",
         "a net loss of $19.852 million",
@@ -309,6 +310,29 @@ def test_a_fall_is_not_a_rise_unless_the_question_takes_it_for_granted(text: str
 
 
 @pytest.mark.parametrize(
+    "text", ["±1.7%", "+/- 1.7%", "+-1.7%", "rise or fall of 1.7%", "1.7% or -1.7%", "1.7% (-1.7%)"]
+)
+def test_a_figure_with_both_signs_is_no_answer(text: str) -> None:
+    assert not matches_answer(f"Answer: {text}", FALL)
+    assert not matches_answer(f"Answer: {text}", FALL | {"value": 1.7})
+
+
+signed = st.lists(
+    st.sampled_from(
+        ["-", "- ", "(", ")", "$", "loss of ", " (loss)", "fell by ", "a ", "1.7", "%", " decrease", " ", ": ", "to "]
+    ),
+    min_size=1,
+    max_size=7,
+).map("".join)
+
+
+@given(signed)
+def test_no_form_of_a_figure_is_right_for_both_signs(text: str) -> None:
+    answers = [{"type": "number", "value": value, "absolute": 0.01} for value in (1.7, -1.7)]
+    assert sum(matches_answer(text, answer) for answer in answers) <= 1
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("The CEO is Edda Fairbourne.", PERSON),
@@ -316,6 +340,13 @@ def test_a_fall_is_not_a_rise_unless_the_question_takes_it_for_granted(text: str
         ("The current CEO: Edda Fairbourne", PERSON),
         ("CEO: Edda Fairbourne", PERSON),
         ("CEO Edda Fairbourne", PERSON),
+        ("The CEO, Edda Fairbourne", PERSON),
+        ("It is the CEO Edda Fairbourne", PERSON),
+        ("Chief Executive Officer (CEO): Edda Fairbourne", PERSON),
+        ("Solvane Properties' CEO is Edda Fairbourne", PERSON),
+        ("Solvane's current CEO is Edda Fairbourne", PERSON),
+        ("Edda Fairbourne has been CEO since 2019", PERSON),
+        ("Edda Fairbourne (CEO of Solvane Properties since March 2019)", PERSON),
         ("Edda Fairbourne (CEO)", PERSON),
         ("Edda Fairbourne, CEO", PERSON),
         ("Edda Fairbourne, Chief Executive Officer of Solvane Properties", PERSON),
@@ -349,6 +380,11 @@ def test_a_name_may_come_with_its_role_or_its_figure(text: str, answer: Any) -> 
         ("The former CEO is Edda Fairbourne.", PERSON),
         ("Edda Fairbourne (former CEO)", PERSON),
         ("Edda Fairbourne (until 2021)", PERSON),
+        ("Edda Fairbourne had been CEO until 2021", PERSON),
+        ("Edda Fairbourne was the CEO", PERSON),
+        ("Solvane's former CEO is Edda Fairbourne", PERSON),
+        ("Solvane's CFO is Hedda Cheverton, its CEO is Edda Fairbourne", PERSON),
+        ("The CEO, Hedda Cheverton, Edda Fairbourne", PERSON),
         ("Edda Fairbourne, Hedda Cheverton", PERSON),
         ("Edda Fairbourne (Hedda Cheverton)", PERSON),
         ("Edda Fairbourne and Hedda Cheverton", PERSON),
@@ -398,6 +434,8 @@ def test_a_name_denied_or_one_of_several_is_no_answer(text: str, answer: Any) ->
         "I could not find any company of this name.",
         "The tools did not return any data.",
         "It didn’t trade",
+        "It was not yet public on that date",
+        "It had not gone public yet",
         "There isn't any data",
         "Nothing was found",
         "None available",
