@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mcp_grpo.errors import MCPGRPOError
 
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except MCPGRPOError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (MCPGRPOError, OSError) as error:
+        _console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
         return 1
 
 
@@ -95,23 +96,27 @@ def _compare(arguments: argparse.Namespace) -> int:
     import anyio
 
     from mcp_grpo.servers import desk_servers
-    from mcp_grpo.tools import ToolPool, catalog_differences, load_servers
+    from mcp_grpo.tools import Catalog, ToolPool, catalog_differences, load_servers
 
-    async def catalogs() -> list[Any]:
-        theirs = load_servers(arguments.compare)
-        ours = {
-            name: entry for name, entry in desk_servers()["mcpServers"].items() if name in {one.name for one in theirs}
-        }
-        found: list[Any] = []
-        for servers in (ours or desk_servers(), theirs):
-            async with ToolPool(servers) as pool:
-                found.append(pool.catalog)
-        return found
+    async def catalog(servers: Any) -> Catalog:
+        async with ToolPool(servers) as pool:
+            return pool.catalog
 
-    console = Console()
+    async def catalogs() -> tuple[Catalog, Catalog]:
+        theirs = await catalog(load_servers(arguments.compare))
+        ours = await catalog(desk_servers())
+        tools = {tool.tool for tool in theirs.tools}
+        replaced = {tool.server for tool in ours.tools if tool.tool in tools}
+        replaced = replaced or set(theirs.servers) & set(ours.servers) or set(ours.servers)
+        return Catalog(
+            servers=tuple(name for name in ours.servers if name in replaced),
+            tools=tuple(tool for tool in ours.tools if tool.server in replaced),
+        ), theirs
+
+    console = _console()
     differences = catalog_differences(*anyio.run(catalogs))
     for one in differences:
-        console.print(f"- {one}", highlight=False, soft_wrap=True)
+        console.print(f"- {one}", soft_wrap=True)
     if not differences:
         console.print("The tools are those of the desk, with the same arguments.")
     return 0
@@ -120,11 +125,13 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _build(arguments: argparse.Namespace) -> int:
     # Here and below: what one action needs is not loaded for another.
     from mcp_grpo.tasks import tasks_from_rows
-    from mcp_grpo.tasks.desk import SPLITS, build_tasks
+    from mcp_grpo.tasks.desk import FAMILIES, SPLITS, build_tasks
 
-    console, failed = Console(), 0
+    console, failed = _console(), 0
     arguments.folder.mkdir(parents=True, exist_ok=True)
     table = Table("split", "tasks", "families", "file", title="Tasks on the desk", title_justify="left")
+    families = Table("family", title="Tasks of each family", title_justify="left")
+    counts: dict[str, Counter[str]] = {}
     for split in SPLITS:
         number = getattr(arguments, split)
         if number == 0:
@@ -133,17 +140,23 @@ def _build(arguments: argparse.Namespace) -> int:
             rows = build_tasks(split, number, seed=arguments.seed, world=arguments.world)
         path = arguments.folder / f"{split}.jsonl"
         _write(path, rows)
-        table.add_row(split, str(len(rows)), str(len(set(rows["family"]))), str(path))
+        counts[split] = Counter(rows["family"])
+        table.add_row(split, str(len(rows)), str(len(counts[split])), str(path))
         if arguments.check:
             failed += _run(tasks_from_rows(rows), arguments.world, None, console)
+    for split in counts:
+        families.add_column(split)
+    for family in FAMILIES:
+        families.add_row(family, *(str(found[family]) for found in counts.values()))
     console.print(table)
+    console.print(families)
     return int(failed > 0)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from mcp_grpo.tasks import load_tasks, tasks_from_rows
 
-    console = Console()
+    console = _console()
     tasks = tasks_from_rows(load_tasks(arguments.source, arguments.split))
     console.print(f"{len(tasks)} tasks, all in good form.")
     with_solution = [task for task in tasks if task.metadata.get("solution") is not None]
@@ -161,7 +174,7 @@ def _run(tasks: Sequence[Any], world: int, servers: str | None, console: Console
         found = run_solutions(tasks, desk_servers(seed=world) if servers is None else servers)
     broken = [one for one in found if one.problems]
     for one in broken[:20]:
-        console.print(f"{one.trajectory.task.task_id}: {one.problems[0]}", highlight=False, soft_wrap=True)
+        console.print(f"{one.trajectory.task.task_id}: {one.problems[0]}", soft_wrap=True)
     console.print(f"{len(found) - len(broken)} of {len(found)} solutions do what their tasks ask for.")
     return len(broken)
 
@@ -171,29 +184,31 @@ def _import(arguments: argparse.Namespace) -> int:
 
     rows, report = import_tasks(arguments.source)
     _write(arguments.output, rows)
-    Console().print(str(report), highlight=False, soft_wrap=True)
+    _console().print(str(report), soft_wrap=True)
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from mcp_grpo.tasks import load_tasks, tasks_from_rows
 
-    console = Console()
+    console = _console()
     tasks = tasks_from_rows(load_tasks(arguments.source, arguments.split))
     for task in tasks[: arguments.number]:
-        console.print(
-            f"[bold]{task.task_id}[/] ({task.difficulty or 'no difficulty'}, {task.max_turns or 'any'} turns)"
-        )
-        console.print(task.prompt[-1]["content"], highlight=False, markup=False, soft_wrap=True)
+        head = f" ({task.difficulty or 'no difficulty'}, {task.max_turns or 'any'} turns)"
+        console.print(Text.assemble((task.task_id, "bold"), head), soft_wrap=True)
+        console.print(task.prompt[-1]["content"], soft_wrap=True)
         wanted = task.answer if task.answer is not None else task.metadata.get("expected_state")
-        console.print(
-            f"  -> {json.dumps(wanted, ensure_ascii=False)}\n", highlight=False, markup=False, soft_wrap=True
-        )
+        console.print(f"  -> {json.dumps(wanted, ensure_ascii=False)}\n", soft_wrap=True)
     difficulties = Counter(task.difficulty or "none" for task in tasks)
     console.print(
         f"{len(tasks)} tasks; by difficulty: " + ", ".join(f"{n} {name}" for name, n in difficulties.items())
     )
     return 0
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """A console that shows what it is given as it is."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def _write(path: Path, rows: Any) -> None:

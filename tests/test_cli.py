@@ -1,6 +1,7 @@
 """The command `mcp-grpo`."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from mcp_grpo.cli import main
 from mcp_grpo.servers import desk_servers
 from mcp_grpo.tools import Catalog, Tool, catalog_differences
+
+
+OTHER_SERVER = {"command": sys.executable, "args": [str(Path(__file__).parent / "servers" / "sums.py")]}
 
 
 def test_desk_prints_the_servers_as_a_file_that_can_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +36,7 @@ def test_tasks_are_built_checked_and_shown(tmp_path: Path, capsys: pytest.Captur
     numbers = ["--train", "14", "--validation", "0", "--test", "17"]
     assert main(["tasks", "build", str(tmp_path), *numbers, "--check"]) == 0
     built = capsys.readouterr().out
+    assert [line.split()[1::2] for line in built.splitlines() if "ranking" in line] == [["ranking", "0", "1"]]
     assert "14 of 14 solutions" in built
     assert "17 of 17 solutions" in built
     assert not (tmp_path / "validation.jsonl").exists()
@@ -70,18 +75,45 @@ def test_what_cannot_be_read_is_one_sentence_and_not_a_traceback(
     assert "none.jsonl" in capsys.readouterr().err.replace("\n", "")
 
 
+def test_what_looks_like_markup_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a[" / "b].jsonl"
+    path.parent.mkdir()
+    row = {"task_id": "[/a]", "prompt": "Mark it with :eyes: and [bold]x[/bold].", "answer": 3, "[/weird]": 1}
+    path.write_text(json.dumps(row))
+    assert main(["tasks", "show", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "[/a] (" in said
+    assert row["prompt"] in said
+    assert main(["tasks", "import", str(path), str(tmp_path / "out.jsonl")]) == 0
+    assert "[/weird]" in capsys.readouterr().out
+    assert main(["tasks", "check", str(tmp_path / "c[" / "d].jsonl")]) == 1
+    assert "c[/d].jsonl" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["tasks", "build", str(tmp_path / "file" / "folder"), "--train", "1"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 class TestCompare:
     def test_other_servers_are_compared_with_the_desk_s(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "servers.json"
         servers = desk_servers()["mcpServers"]
-        path.write_text(json.dumps({"mcpServers": {"finance": servers["search"]}}))
+        path.write_text(json.dumps({"mcpServers": {"finance": OTHER_SERVER}}))
         assert main(["desk", "--compare", str(path)]) == 0
         said = capsys.readouterr().out
         assert "`getQuote` of server 'finance' is missing." in said
-        assert "3 tools more" in said
-        path.write_text(json.dumps({"mcpServers": {"finance": servers["finance"]}}))
+        assert "tavily" not in said
+        # Under another name, beside one that the desk does not have: only what it takes the place of is compared.
+        path.write_text(json.dumps({"mcpServers": {"fmp": servers["finance"], "mine": OTHER_SERVER}}))
+        assert main(["desk", "--compare", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert "missing" not in said
+        assert "tools more" in said
+        path.write_text(json.dumps({"mcpServers": {"fmp": servers["finance"]}}))
         assert main(["desk", "--compare", str(path)]) == 0
         assert "same arguments" in capsys.readouterr().out
 

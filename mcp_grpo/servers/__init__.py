@@ -30,11 +30,14 @@ def desk_servers(*, seed: int = 0, backends: Mapping[str, str] | None = None, po
     MCPGRPOTrainer(..., servers=desk_servers())
     ```
     """
+    from mcp_grpo.servers.python.states import calls_at_once  # the servers themselves need not load it
+
     world = ["--seed", str(seed)]
     options: dict[str, dict[str, Any]] = {
         "finance": {},
         "search": {},
-        "python": {"isolation": "meta", "reset_tool": "python_reset"},
+        # The others wait in the pool, where that is not counted as time of their own.
+        "python": {"isolation": "meta", "reset_tool": "python_reset", "max_inflight": calls_at_once()},
         "slack": {"isolation": "meta", "reset_tool": "slack_reset", "state_tool": "slack_state"},
     }
     chosen = dict(backends or {})

@@ -17,6 +17,8 @@ from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 from mcp_grpo.servers.vendor import VendorError
 
 
+logger = logging.getLogger(__name__)
+
 TRAJECTORY_ID = "mcp_grpo/trajectory_id"
 OUTAGE = "mcp_grpo/outage"
 READ_ONLY = types.ToolAnnotations(read_only_hint=True)
@@ -53,14 +55,19 @@ class DeskServer(MCPServer):
         """
         try:
             return await super().call_tool(name, arguments, context)
-        except UnexpectedToolError:
-            raise
+        except UnexpectedToolError as error:  # a mistake of ours
+            logger.error("The tool %r failed.", name, exc_info=error.__cause__)
+            return _outage(f"The tool {name} has failed, for a reason of its own. Try another way.")
         except ToolError as error:
             cause = error.__cause__
             if isinstance(cause, OutageError) or (isinstance(cause, VendorError) and cause.is_outage):
-                text = types.TextContent(type="text", text=str(cause))
-                return types.CallToolResult(content=[text], is_error=True, _meta={OUTAGE: True})
+                return _outage(str(cause))
             raise cause if isinstance(cause, ToolError) else error from None
+
+
+def _outage(text: str) -> types.CallToolResult:
+    content = types.TextContent(type="text", text=text)
+    return types.CallToolResult(content=[content], is_error=True, _meta={OUTAGE: True})
 
 
 def compact(value: Any) -> str:

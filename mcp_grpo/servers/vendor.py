@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal, cast
 from urllib.parse import quote, quote_plus
@@ -21,6 +21,7 @@ from mcp_grpo.errors import MCPGRPOError, SettingsError
 FIRST_DELAY = 0.25
 MAX_BODY_BYTES = 8 << 20
 MAX_QUOTED = 200
+MAX_PAUSE = 300.0  # seconds; then a request tells whether a longer one that was asked for still holds
 _KEY_IN_URL = re.compile(r"((?:api[-_]?key|token)=)[^&\s\"']+", re.IGNORECASE)
 
 
@@ -179,6 +180,8 @@ class VendorClient:
         self._secrets = sorted({key, quote(key, safe=""), quote_plus(key)}, key=len, reverse=True)
         self._limits = limits or Limits()
         self._bucket = TokenBucket(self._limits.rate, self._limits.burst)
+        self._paused_until = 0.0  # by the clock of anyio
+        self._asked_until = datetime.now(UTC)
         timeout = httpx2.Timeout(self._limits.timeout, connect=self._limits.connect_timeout)
         try:
             url = httpx2.URL(base_url.rstrip("/") + "/")
@@ -272,7 +275,7 @@ class VendorClient:
                 if delay is None:
                     delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)
                 else:
-                    self._bucket.pause(anyio.current_time() + delay)
+                    self._pause(delay)
                 if attempt + 1 == self._limits.max_attempts or anyio.current_time() + delay >= end:
                     raise failure.error from None
                 await anyio.sleep(delay)
@@ -283,12 +286,24 @@ class VendorClient:
         delay = self._bucket.take(now)
         if now + delay >= end:
             self._bucket.give_back()
+            if now < self._paused_until:
+                raise self.error(
+                    f"{self._vendor} has had too many requests, and asked us to wait until {self._asked_until:%Y-%m-%d %H:%M:%S} "
+                    "UTC. Try again later, let fewer trajectories call it at a time, or use a larger plan.",
+                    is_outage=True,
+                )
             raise self.error(
                 f"Too many requests to {self._vendor} are waiting: its rate limit is {self._limits.rate:g} per second. "
                 "Let fewer trajectories call it at a time.",
                 is_outage=True,
             )
         await anyio.sleep(delay)
+
+    def _pause(self, seconds: float) -> None:
+        """Send nothing for as long as the vendor asks for, or until it may have changed its mind."""
+        self._asked_until = datetime.now(UTC) + timedelta(seconds=seconds)
+        self._paused_until = anyio.current_time() + min(seconds, MAX_PAUSE)
+        self._bucket.pause(self._paused_until)
 
     async def _send(
         self, method: str, path: str, end: float, is_read: bool, content: dict[str, Any]

@@ -345,6 +345,15 @@ class TestTavily:
         assert api.requests[0].body["time_range"] == "week"
         assert {seen.headers["Authorization"] for seen in api.requests} == {"Bearer tvly-secret"}
 
+    async def test_pages_that_failed_without_a_reason_are_still_an_error_of_the_arguments(
+        self, api: VendorAPI
+    ) -> None:
+        api.script(Reply({"results": [], "failed_results": [{"url": "https://a.test/2"}]}))
+        async with ToolPool([server("search", "tavily", api)]) as pool, pool.lease(TASK) as lease:
+            result = await lease.call(ToolCall(name="tavily_extract", arguments={"urls": ["https://a.test/2"]}))
+        assert result.kind == ResultKind.TOOL_ERROR
+        assert "https://a.test/2: it was not read" in result.text
+
     async def test_only_what_was_asked_for_is_sent(self, api: VendorAPI) -> None:
         api.script(Reply({"results": []}))
         request = SearchRequest(query="acme", start_date="2025-01-01", include_domains=("a.test",))
@@ -408,7 +417,10 @@ class TestSlack:
             assert posted == {"ok": True, "channel": "C1", "ts": "3.000001"}
             await ask("slack_add_reaction", channel_id="C1", timestamp="1.000001", reaction="tada")
             state = await ask("slack_state")
-        assert [one["kind"] for one in state["added"]] == ["reply", "reaction"]
+        assert [(one["kind"], one["channel"]) for one in state["added"]] == [
+            ("reply", "general"),
+            ("reaction", "general"),
+        ]
         body = next(seen.body for seen in api.requests if seen.path == "/chat.postMessage")
         assert body == {"channel": "C1", "thread_ts": "1.000001", "text": "yes"}
         assert {seen.headers["Authorization"] for seen in api.requests} == {"Bearer xoxb-secret"}
@@ -423,6 +435,23 @@ class TestSlack:
             with pytest.raises(SlackError, match=r"^never_heard_of: "):
                 await backend.react(ledger, "C1", "1.0", "tada")
         assert ledger.added == []
+
+    async def test_the_name_of_a_channel_that_was_not_listed_is_asked_for_once(self, api: VendorAPI) -> None:
+        answers = {
+            "/chat.postMessage": {"ok": True, "channel": "C1", "ts": "3.000001"},
+            "/reactions.add": {"ok": True},
+            "/conversations.info": {"ok": True, "channel": {"id": "C1", "name": "general"}},
+        }
+        api.answer = lambda seen: Reply(answers[seen.path])
+        ledger = Ledger()
+        async with opened("slack") as backend:
+            await backend.post(ledger, "C1", "x", None)
+            await backend.react(ledger, "C1", "1.0", "tada")
+            assert [one.channel for one in ledger.added] == ["general", "general"]
+            assert [seen.path for seen in api.requests].count("/conversations.info") == 1
+            answers["/conversations.info"] = {"ok": False, "error": "missing_scope"}
+            await backend.post(ledger, "C2", "x", None)
+            assert ledger.added[-1].channel is None
 
     async def test_a_token_that_may_not_is_an_outage_that_names_the_scope(self, api: VendorAPI) -> None:
         api.script(Reply({"ok": False, "error": "missing_scope", "needed": "channels:read"}))

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from mcp_grpo.errors import ToolServerError
+from mcp_grpo.servers import desk_servers
 from mcp_grpo.servers.python.process import Limits
 from mcp_grpo.servers.python.sandbox import open_sandbox
 from mcp_grpo.servers.python.server import python_server
-from mcp_grpo.servers.python.states import StateLostError, States
+from mcp_grpo.servers.python.states import StateLostError, States, calls_at_once
 from mcp_grpo.tools import Lease, ServerConfig, ToolPool
 from mcp_grpo.types import ResultKind, Task, ToolCall, ToolResult
 
@@ -49,6 +50,24 @@ def config(*args: str, **options: Any) -> ServerConfig:
     fixed: dict[str, Any] = {"command": sys.executable, "env": environment, "isolation": "meta"}
     fixed |= {"args": ("-m", "mcp_grpo.servers.python", *args), "reset_tool": "python_reset"}
     return ServerConfig(name="python", transport="stdio", **fixed | options)
+
+
+async def test_calls_that_sleep_do_not_use_up_the_time_of_others() -> None:
+    servers = desk_servers()["mcpServers"]["python"]
+    assert servers["x-mcp-grpo"]["max_inflight"] == calls_at_once()
+    slots = calls_at_once()
+    # As many as run at a time, three times over: the last would wait in the server for longer than a call may take.
+    entry = config("--timeout", "2", max_inflight=slots, call_timeout=3.0)
+    results: list[ToolResult] = []
+
+    async def ask(code: str, number: int) -> None:
+        async with pool.lease(Task(task_id=str(number), prompt=TASK.prompt)) as lease:
+            results.append(await lease.call(ToolCall(name="run_python", arguments={"code": code})))
+
+    async with ToolPool([entry]) as pool, anyio.create_task_group() as tasks:
+        for number in range(3 * slots):
+            tasks.start_soon(ask, "import time\ntime.sleep(1.5)", number)
+    assert [one.kind for one in results] == [ResultKind.OK] * (3 * slots)
 
 
 @pytest.fixture(scope="module")

@@ -181,6 +181,22 @@ class TestRepetition:
         assert "Try again in 3.6e+03 s" in str(error)
         assert len(api.requests) == 1
 
+    async def test_calls_during_a_long_pause_say_who_asked_for_it(self) -> None:
+        limited = Reply({}, 429, {"Retry-After": "3600"})
+        async with vendor_api(limited, Reply([])) as api, opened(api.url) as client:
+            for words in (r"Try again in 3\.6e\+03 s", r"asked us to wait until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"):
+                with pytest.raises(VendorError, match=words) as caught:
+                    await client.get("things", {})
+                assert caught.value.is_outage
+            assert len(api.requests) == 1
+
+    async def test_a_very_long_pause_is_cut_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vendor, "MAX_PAUSE", 0.2)
+        async with vendor_api(Reply({}, 429, {"Retry-After": "3600"}), Reply([])) as api, opened(api.url) as client:
+            with pytest.raises(VendorError):
+                await client.get("things", {})
+            assert await client.get("things", {}) == []
+
     @pytest.mark.parametrize("header", ["soon", "-5", "nan", "1e400"])
     async def test_a_nonsensical_pause_does_no_harm(self, header: str) -> None:
         async with vendor_api(Reply({}, 429, {"Retry-After": header}), Reply([])) as api, opened(api.url) as client:
@@ -293,6 +309,23 @@ async def test_an_outage_is_marked_and_a_refusal_is_not() -> None:
         results = [await pool.call(ToolCall(name="fail", arguments={"is_outage": one})) for one in (True, False)]
     assert [result.text for result in results] == ["Acme is closed."] * 2
     assert [result.kind for result in results] == [ResultKind.SERVER_ERROR, ResultKind.TOOL_ERROR]
+
+
+async def test_a_mistake_of_ours_is_an_outage_and_does_not_tell_what_is_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = DeskServer("acme")
+
+    @server.tool(structured_output=False)
+    async def stumble() -> str:
+        """Fails."""
+        return {}["inside"]
+
+    async with ToolPool({"acme": server}) as pool:
+        result = await pool.call(ToolCall(name="stumble", arguments={}))
+    assert result.kind == ResultKind.SERVER_ERROR
+    assert "inside" not in result.text
+    assert "KeyError: 'inside'" in caplog.text
 
 
 def test_a_vendor_error_is_one_of_the_library_and_one_of_a_tool() -> None:

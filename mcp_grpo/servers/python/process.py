@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -224,7 +225,7 @@ class Process:
         try:
             self._discard_rest(excerpts)
             self._signal(signal.SIGCONT)
-            message, ended = self._exchange(_frame({"code": code}), excerpts), None
+            message, ended = self._exchange(code, excerpts), None
         except _Ended as why:
             message, ended = {}, str(why)
             self.end()
@@ -265,8 +266,10 @@ class Process:
         if self._received:
             raise _Ended(_MEDDLED)
 
-    def _exchange(self, request: bytes, excerpts: dict[int, Excerpt]) -> dict[str, Any]:
-        """Send a request and wait for the reply, with an eye on the limits."""
+    def _exchange(self, code: str, excerpts: dict[int, Excerpt]) -> dict[str, Any]:
+        """Send a request and wait for the reply to it and no other, with an eye on the limits."""
+        number = secrets.token_hex(8)
+        request = _frame({"code": code, "number": number})
         watch = select.poll()
         control = self._control.fileno()
         watch.register(control, select.POLLIN | select.POLLOUT)
@@ -291,6 +294,8 @@ class Process:
                 self._look(cpu_at_start)
                 next_look = now + _LOOK_EVERY
             if message is not None:
+                if message.get("number") != number:
+                    raise _Ended(_MEDDLED)
                 return message
             if now >= deadline:
                 raise _Ended(self._out_of_time)

@@ -209,7 +209,7 @@ def main():
     while (request := channel.receive()) is not None:
         if settings["cpu"]:
             limit_cpu(settings["cpu"])
-        channel.send(interpreter.run(request["code"]))
+        channel.send({**interpreter.run(request["code"]), "number": request["number"]})
     os._exit(0)
 
 

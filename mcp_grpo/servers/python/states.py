@@ -22,6 +22,20 @@ logger = logging.getLogger(__name__)
 _MAX_REMEMBERED = 10_000  # trajectories without a process, of which it is known what became of their state
 
 
+def calls_at_once(max_live: int = 64) -> int:
+    """
+    How many calls a server runs at a time. More than these wait, and time that a call waits here is not its own.
+
+    Args:
+        max_live (`int`, *optional*, defaults to `64`):
+            See [`States`].
+
+    Returns:
+        `int`: The number.
+    """
+    return min(max_live, max(4, os.cpu_count() or 1))
+
+
 class StateLostError(Exception):
     """The state of a trajectory was given up while it was not used. Its next call is told so, and is not run."""
 
@@ -55,7 +69,7 @@ class States:
         self._states: dict[str, _State] = {}  # the one used last comes last
         # With more at a time than there are cores, calls would use up each other's time. And fewer run than live, so that
         # there is always one that is idle, to make room for another.
-        self._running = anyio.CapacityLimiter(min(max_live, max(4, os.cpu_count() or 1)))
+        self._running = anyio.CapacityLimiter(calls_at_once(max_live))
         self._threads = anyio.CapacityLimiter(2 * max_live + 8)  # never waited for
         self._ready: Process | None = None
         self._is_preparing = False

@@ -96,7 +96,9 @@ def make_server(backend: SearchBackend) -> MCPServer:
             raise ToolError(f"`urls` must hold 1 to {MAX_URLS} addresses, got {len(urls)}.")
         read, failed = await backend.extract(urls, extract_depth, format, query.strip() or None)
         if not read:
-            problems = "; ".join(f"{one['url']}: {one['error']}" for one in failed)
+            problems = "; ".join(
+                f"{one.get('url', 'a page')}: {one.get('error', 'it was not read')}" for one in failed
+            )
             raise ToolError(f"No page could be read. {problems}. Use addresses that tavily_search returned.")
         return _json({"results": read, "failed_results": failed} if failed else {"results": read})
 

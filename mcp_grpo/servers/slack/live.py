@@ -2,14 +2,19 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
+
+import anyio
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.servers.slack.backend import Added, Ledger, Record, SlackError
-from mcp_grpo.servers.vendor import Limits, VendorClient, required_key
+from mcp_grpo.servers.vendor import Limits, VendorClient, VendorError, required_key
 
 
 KEY = "SLACK_BOT_TOKEN"
+NAME_TIMEOUT = 3.0  # seconds to wait for the name of a channel
 ADVICE = {
     "already_reacted": "You have reacted with it to this message. Go on.",
     "bad_timestamp": "Copy `ts` of the message from slack_get_channel_history.",
@@ -69,6 +74,7 @@ class LiveSlack:
             raise SettingsError(f"{KEY} must hold the token of a bot, which begins with xoxb-.")
         self._team = os.environ.get("SLACK_TEAM_ID") or None
         self._allowed = tuple(one.strip() for one in os.environ.get("SLACK_CHANNEL_IDS", "").split(",") if one.strip())
+        self._names: dict[str, str] = {}  # of channels, by id
         url = os.environ.get("SLACK_API_URL") or "https://slack.com/api"
         headers = {"Authorization": f"Bearer {key}"}
         self._client = VendorClient("Slack", url, KEY, key, headers, limits or Limits(rate=1.0, burst=20))
@@ -109,7 +115,8 @@ class LiveSlack:
         if not isinstance(ts, str):
             raise self._client.unexpected(answer)
         kind = "post" if thread_ts is None else "reply"
-        ledger.added.append(Added(kind=kind, channel_id=channel_id, thread_ts=thread_ts, ts=ts, text=text))
+        added = Added(kind=kind, channel_id=channel_id, thread_ts=thread_ts, ts=ts, text=text)
+        await self._note(ledger, added)
         return {"channel": channel_id, "ts": ts}
 
     async def react(self, ledger: Ledger, channel_id: str, timestamp: str, reaction: str) -> Record:
@@ -117,12 +124,22 @@ class LiveSlack:
         self._check(channel_id)
         ledger.check()
         await self._post("reactions.add", {"channel": channel_id, "timestamp": timestamp, "name": reaction})
-        ledger.added.append(Added(kind="reaction", channel_id=channel_id, ts=timestamp, reaction=reaction))
+        await self._note(ledger, Added(kind="reaction", channel_id=channel_id, ts=timestamp, reaction=reaction))
         return {}
 
     async def close(self) -> None:
         """See [`SlackBackend.close`]."""
         await self._client.close()
+
+    async def _note(self, ledger: Ledger, added: Added) -> None:
+        """Note what was done; with the name of the channel, where Slack tells it."""
+        index = len(ledger.added)
+        ledger.added.append(added)
+        if added.channel_id not in self._names:
+            with suppress(SlackError, VendorError), anyio.move_on_after(NAME_TIMEOUT):
+                info = await self._get("conversations.info", {"channel": added.channel_id})
+                self._channel(self._dict(info, "channel"))
+        ledger.added[index] = replace(added, channel=self._names.get(added.channel_id))
 
     def _check(self, channel_id: str) -> None:
         if self._allowed and channel_id not in self._allowed:
@@ -163,6 +180,8 @@ class LiveSlack:
     def _channel(self, channel: Record) -> Record:
         purpose = channel.get("purpose")
         text = cast(Record, purpose).get("value", "") if isinstance(purpose, dict) else ""
+        if channel.get("id") and channel.get("name"):
+            self._names[str(channel["id"])] = str(channel["name"])
         record = {"id": channel.get("id"), "name": channel.get("name"), "purpose": text}
         record |= {"is_archived": True} if channel.get("is_archived") else {}
         return record | ({} if channel.get("is_member", True) else {"is_member": False})

@@ -1,6 +1,7 @@
 """Builds tasks on the desk, as many as are wanted, the same for the same seed."""
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,8 @@ from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.tasks.desk import channels, figures, prices, sources, traps
 from mcp_grpo.tasks.desk.drafts import Draft, Pick, Unsuitable, World
 
+
+logger = logging.getLogger(__name__)
 
 FAMILIES: Mapping[str, Callable[[Pick], Draft]] = {
     "lookup": figures.lookup,
@@ -44,7 +47,8 @@ SPLITS = {"train": range(7), "validation": range(7, 8), "test": range(8, 10)}
 
 SYSTEM_PROMPT = (
     "You work at the research desk of a bank. Today is {today}. Find what you are asked for with the tools; never answer "
-    "from memory. When you are asked a question, end with a line `Answer: ` and the bare answer, with its unit."
+    "from memory. When you are asked a question, end with a line `Answer: ` and the bare answer, as exact as the "
+    "tools have it and with its unit."
 )
 _MAX_DRAWS = 200
 
@@ -69,7 +73,7 @@ def build_tasks(split: str = "train", num_tasks: int = 1000, *, seed: int = 0, w
 
     Returns:
         [`~datasets.Dataset`]: The tasks, with the columns `task_id`, `prompt`, `servers`, `max_turns`, `difficulty`,
-        `answer`, `expected_state`, `family`, `symbols` and `solution`. For the same arguments it is the same to the byte.
+        `reference_calls` (those of the solution), `answer`, `expected_state`, `family`, `symbols` and `solution`. For the same arguments it is the same to the byte.
     """
     if split not in SPLITS:
         raise SettingsError(f"`split` must be one of {', '.join(map(repr, SPLITS))}, got {split!r}.")
@@ -91,6 +95,13 @@ def build_tasks(split: str = "train", num_tasks: int = 1000, *, seed: int = 0, w
         row = _row(family, Pick(chance, place, symbols), rows)
         if row is None:
             families.remove(family)
+            number = sum(one["family"] == family for one in rows.values())
+            logger.warning(
+                "The split %r seems to have no more than %d tasks of the family %r in this world: the others fill up.",
+                split,
+                number,
+                family,
+            )
             continue
         rows[row["task_id"]] = row
         turn += 1
@@ -120,6 +131,7 @@ def _as_row(task_id: str, family: str, draft: Draft, today: str) -> dict[str, An
         ],
         "servers": list(draft.servers),
         "difficulty": draft.difficulty,
+        "reference_calls": sum(len(one.calls) for one in draft.steps),
         "answer": draft.answer,
         "expected_state": draft.expected_state,
         "family": family,

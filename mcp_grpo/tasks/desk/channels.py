@@ -52,7 +52,7 @@ def thread(pick: Pick) -> Draft:
     asker = pick.world.workspace.user(question.user_id)
     assert asker is not None
     text = f"{company.short_name}: {figure.name} is {figure.text}"
-    state = {"kind": "reply", "channel": channel.name, "thread_ts": question.ts, "text": {"contains": [figure.answer]}}
+    state = {"kind": "reply", "channel": channel.name, "thread_ts": question.ts, "text": {"only": [figure.answer]}}
     return Draft(
         question=f"In #{channel.name}, {asker.real_name} asked something about {company.short_name}. Reply in that thread with "
         f"the {figure.name} of {company.short_name}, and no other figure. Then say that it is done.",

@@ -241,7 +241,7 @@ def exact(value: float, unit: str = "", within: float = 0.005) -> dict[str, Any]
 
 def named(company: Company) -> dict[str, Any]:
     """
-    The answer that is a company.
+    The answer that is a company, of which the question names one class of shares at most.
 
     Args:
         company ([`Company`]):
@@ -250,7 +250,11 @@ def named(company: Company) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: The `answer` of a task.
     """
-    return {"type": "name", "value": company.name, "aliases": [company.short_name, company.symbol]}
+    aliases = [company.short_name, company.symbol]
+    if company.share_class:
+        suffix = f" Class {company.share_class}"
+        aliases += [company.name.removesuffix(suffix), company.short_name + suffix]
+    return {"type": "name", "value": company.name, "aliases": aliases}
 
 
 def person(name: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ FIGURES = {
 }
 QUARTERS: Mapping[Period, str] = {"Q1": "first", "Q2": "second", "Q3": "third", "Q4": "fourth"}
 MAX_YEARS = 5
+IF_NO_DATA = " If there is no such data, say so."
+IF_NO_PRICE = " If it did not trade, say that there is no price."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,32 @@ def profile_figure(pick: Pick, company: Company) -> Figure:
     )
 
 
+def close_figure(pick: Pick, company: Company) -> tuple[str, Figure]:
+    """
+    The close of a day that no later split has changed.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        company ([`Company`]):
+            Whose.
+
+    Returns:
+        `tuple[str, Figure]`: The day, and the figure.
+    """
+    market = pick.world.market
+    since = max([market.first_day(company.symbol), *(split.date for split in market.splits(company.symbol))])
+    bar = pick.one(market.prices(company.symbol, since, market.today))
+    day, close = bar.date, bar.close / 100
+    arguments = {"symbol": company.symbol, "from": day, "to": day}
+    return day, Figure(
+        name=f"closing price on {day}",
+        answer=exact(close, company.currency),
+        text=f"{close:.2f} {company.currency}",
+        step=step(("getFullChart", arguments), evidence=[f",{shown(close)},"]),
+    )
+
+
 def any_figure(pick: Pick, company: Company) -> Figure:
     """
     A figure that one look-up gives.
@@ -179,12 +207,87 @@ def any_figure(pick: Pick, company: Company) -> Figure:
     return pick.one([statement_figure, quote_figure, profile_figure])(pick, company)
 
 
+def statement_question(pick: Pick, what: str, name: str, year: int) -> str:
+    """
+    A question about a year's figure. Those that have an answer and those that have none are asked alike.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        what (`str`):
+            Such as `"gross profit"`.
+        name (`str`):
+            Name of a company.
+        year (`int`):
+            Fiscal year.
+
+    Returns:
+        `str`: The question.
+    """
+    ways = (
+        f"What {what} did {name} report for fiscal {year}?",
+        f"What was the {what} of {name} in fiscal {year}?",
+        f"Look up the {what} in fiscal {year} of {name}.",
+    )
+    return pick.one(ways) + IF_NO_DATA
+
+
+def price_question(pick: Pick, name: str, day: str) -> str:
+    """
+    A question about the close of a day. Those that have an answer and those that have none are asked alike.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        name (`str`):
+            Name of a company.
+        day (`str`):
+            The day.
+
+    Returns:
+        `str`: The question.
+    """
+    ways = (
+        f"What was the closing price of {name} on {day}?",
+        f"At what price did {name} close on {day}?",
+        f"Look up the closing price of {name} on {day}.",
+    )
+    return pick.one(ways) + pick.one((IF_NO_DATA, IF_NO_PRICE))
+
+
+def perhaps(pick: Pick, *clauses: str) -> str:
+    """
+    What half of the questions end with that have an answer: that they may have none.
+
+    Args:
+        pick ([`Pick`]):
+            Chance.
+        clauses (`str`):
+            Ways to say so.
+
+    Returns:
+        `str`: To be added to a question.
+    """
+    return pick.one((*clauses, *("" for _ in clauses)))
+
+
 def lookup(pick: Pick) -> Draft:
     """One figure of one company."""
     company = pick.company()
-    figure = any_figure(pick, company)
+    kind = pick.random.randrange(5)
+    if kind == 0:
+        figure = any_figure(pick, company)
+        question = f"Look up the {figure.name} of {company.name}.{perhaps(pick, IF_NO_DATA)}"
+    elif kind <= 2:
+        figure = statement_figure(pick, company)
+        what, year = figure.name.split(" in fiscal ")
+        name = company.name if company.share_class else pick.one((company.name, company.short_name))
+        question = statement_question(pick, what, name, int(year))
+    else:
+        day, figure = close_figure(pick, company)
+        question = price_question(pick, company.name, day)
     return Draft(
-        question=f"Look up the {figure.name} of {company.name}.",
+        question=question,
         answer=figure.answer,
         steps=[find(company), figure.step],
         final=f"Answer: {figure.text}",
@@ -200,7 +303,7 @@ def quarter(pick: Pick) -> Draft:
     period = pick.one(list(QUARTERS))
     figure = statement_figure(pick, company, period=period)
     return Draft(
-        question=f"Look up the {figure.name} of {company.name}.",
+        question=f"Look up the {figure.name} of {company.name}.{perhaps(pick, IF_NO_DATA)}",
         answer=figure.answer,
         steps=[find(company), figure.step],
         final=f"Answer: {figure.text}",

@@ -4,9 +4,11 @@ import statistics
 from datetime import date, timedelta
 from itertools import pairwise
 
+from mcp_grpo.servers.world.days import US_EXCHANGES
 from mcp_grpo.servers.world.market import MONTHS
 from mcp_grpo.servers.world.records import Bar, Company
 from mcp_grpo.tasks.desk.drafts import FINANCE, PYTHON, Draft, Pick, Step, Unsuitable, exact, find, shown, step
+from mcp_grpo.tasks.desk.figures import IF_NO_DATA, IF_NO_PRICE, perhaps
 
 
 FIRST_YEAR, LAST_YEAR = 2021, 2024
@@ -32,6 +34,11 @@ def time_series(pick: Pick) -> Draft:
         question = f"On which day of {when} did {company.name} have its highest close, adjusted for splits?"
         answer, text = {"type": "date", "value": days[0]}, days[0]
     elif kind == 2:
+        is_usual = company.exchange in US_EXCHANGES and not any(
+            start <= day <= end for day in pick.world.market.halts(company.symbol)
+        )
+        if is_usual:  # a calendar would do
+            raise Unsuitable
         question = f"On how many days of {when} did {company.name} trade?"
         answer, text = exact(len(bars), within=0), str(len(bars))
     else:
@@ -41,7 +48,7 @@ def time_series(pick: Pick) -> Draft:
         )
         answer, text = exact(change, "%", within=0.02), f"{change:.2f}%"
     return Draft(
-        question=question,
+        question=question + perhaps(pick, IF_NO_DATA),
         answer=answer,
         steps=[find(company), _chart(company, start, end, bars)],
         final=f"Answer: {text}",
@@ -113,7 +120,7 @@ def adjusted(pick: Pick) -> Draft:
     )
     tool = "getFullChart" if is_adjusted else "getUnadjustedChart"
     return Draft(
-        question=f"What was the closing price of {company.name} on {day}, {how}?",
+        question=f"What was the closing price of {company.name} on {day}, {how}?{perhaps(pick, IF_NO_DATA, IF_NO_PRICE)}",
         answer=exact(close / 100, company.currency),
         steps=[
             find(company),

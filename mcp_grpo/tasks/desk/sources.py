@@ -29,6 +29,8 @@ def search_verify(pick: Pick) -> Draft:
     """A company that only the news names, and a figure that only the data has."""
     kind = pick.one(["contract", "plant_capacity", "product_price"])
     fact = pick.one([one for one in _facts(pick, kind) if not one.is_stale])
+    if any(one.symbol != fact.symbol and _clue(one) == _clue(fact) for one in pick.world.corpus.facts(kind)):
+        raise Unsuitable  # it fits two companies
     company = pick.world.market.company(fact.symbol)
     clue, query = {
         "contract": (
@@ -48,7 +50,7 @@ def search_verify(pick: Pick) -> Draft:
     return Draft(
         question=f"{clue}. Find out which, and look up its {figure.name}.",
         answer=figure.answer,
-        steps=[*_read(pick, query, fact), figure.step],
+        steps=[*_read(pick, query, fact, f": {_symbol_at(pick, fact)})"), *_renamed(pick, fact), figure.step],
         final=f"It is {company.name}.\nAnswer: {figure.text}",
         servers=(SEARCH, FINANCE),
         difficulty="medium",
@@ -80,10 +82,11 @@ def contradiction(pick: Pick) -> Draft:
         raise Unsuitable
     return Draft(
         question=f"Reports do not agree on the {FIGURES[key][0]} of {company.name} in fiscal {year}; some say "
-        f"{stale.value}. Which figure stands today?",
+        f"{stale.value}. Which figure stands today? Give it to the thousand, as filed.",
         answer=amount(value, statement.reported_currency),
         steps=[
             *_read(pick, f"{company.short_name} fiscal {year} {FIGURES[key][0]}", stale),
+            find(company),
             step(
                 ("getIncomeStatement", {"symbol": company.symbol, "limit": MAX_YEARS}), evidence=[f'"{key}":{value}']
             ),
@@ -105,6 +108,7 @@ def _contradicting_heads(pick: Pick) -> Draft:
         answer=person(company.ceo),
         steps=[
             *_read(pick, f"{company.short_name} chief executive CEO {stale.value}", stale),
+            find(company),
             step(("getCompanyProfile", {"symbol": company.symbol}), evidence=[f'"ceo":{shown(company.ceo)}']),
         ],
         final=f"Answer: {company.ceo}",
@@ -164,15 +168,44 @@ def _is_plain(market: Market, symbol: str) -> bool:
     return company.is_actively_trading and not company.share_class
 
 
-def _read(pick: Pick, query: str, fact: Fact) -> list[Step]:
-    """A search that finds the page of a fact among its first results; the page itself, where its excerpt is not enough."""
+def _clue(fact: Fact) -> tuple[str, ...]:
+    """What a question says of the company that is to be found."""
+    return (fact.subject,) if fact.kind == "product_price" else (fact.subject, fact.value)
+
+
+def _read(pick: Pick, query: str, fact: Fact, *others: str) -> list[Step]:
+    """
+    A search that finds the page of a fact among its first results; the page itself, where its excerpt does not say the
+    fact, and what else is needed.
+    """
     hit = next((hit for hit in pick.world.corpus.search(query, NUM_RESULTS) if hit.page.url == fact.url), None)
-    if hit is None or fact.value not in f"{hit.page.title} {hit.page.text}":  # a filing has thousands, not words
+    wanted = (fact.value, *others)
+    if hit is None or not _says(f"{hit.page.title} {hit.page.text}", wanted):  # a filing has thousands, not words
         raise Unsuitable
     search = ("tavily_search", {"query": query, "max_results": NUM_RESULTS})
-    if fact.value in best_sentences(hit.page, query, NUM_SENTENCES["basic"]) or fact.value in hit.page.title:
-        return [step(search, evidence=[shown(fact.url), fact.value])]
+    if _says(f"{hit.page.title} {best_sentences(hit.page, query, NUM_SENTENCES['basic'])}", wanted):
+        return [step(search, evidence=[shown(fact.url), *wanted])]
     return [
         step(search, evidence=[shown(fact.url)]),
-        step(("tavily_extract", {"urls": [fact.url]}), evidence=[fact.value]),
+        step(("tavily_extract", {"urls": [fact.url]}), evidence=wanted),
     ]
+
+
+def _says(text: str, wanted: tuple[str, ...]) -> bool:
+    return all(one in text for one in wanted)
+
+
+def _symbol_at(pick: Pick, fact: Fact) -> str:
+    """The symbol of a company when a page about it was written."""
+    for change in pick.world.market.symbol_changes():
+        if change.new_symbol == fact.symbol and fact.date < change.date:
+            return change.old_symbol
+    return fact.symbol
+
+
+def _renamed(pick: Pick, fact: Fact) -> list[Step]:
+    """Where a page has the former symbol of a company, how to learn that of today."""
+    symbol = _symbol_at(pick, fact)
+    if symbol == fact.symbol:
+        return []
+    return [step(("getQuote", {"symbol": symbol}), evidence=[f"is now {fact.symbol}"], fails=True)]

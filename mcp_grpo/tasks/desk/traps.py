@@ -1,8 +1,11 @@
 """Families in which the first idea is wrong: data that does not exist, names that look alike, calls that fail."""
 
+import hashlib
 from datetime import date, timedelta
 
 from mcp_grpo.servers.finance.backend import MAX_DAYS
+from mcp_grpo.servers.world.days import FIRST_DAY
+from mcp_grpo.servers.world.names import CLASS_STEMS, PAIR_STEMS, STEMS, TWIN_STEMS
 from mcp_grpo.servers.world.records import Company
 from mcp_grpo.tasks.desk.drafts import (
     FINANCE,
@@ -10,94 +13,136 @@ from mcp_grpo.tasks.desk.drafts import (
     SEARCH,
     Draft,
     Pick,
+    Step,
     Unsuitable,
     exact,
     find,
     shown,
     step,
 )
-from mcp_grpo.tasks.desk.figures import FIGURES, any_figure
+from mcp_grpo.tasks.desk.figures import FIGURES, any_figure, price_question, statement_question
 
 
-NO_COMPANIES = (
-    "Ostermark Aviation",
-    "Penhallow Biotech",
-    "Quarrington Motors",
-    "Rosslare Batteries",
-    "Silverhythe Apparel",
-    "Tamarind Aerospace",
-    "Ullverton Brewing",
-    "Vantongeren Cement",
-    "Wychelm Satellites",
-    "Yarrowby Toys",
+NO_NOUNS = (
+    "Airlines",
+    "Apparel",
+    "Aviation",
+    "Batteries",
+    "Biotech",
+    "Brewing",
+    "Cement",
+    "Gaming",
+    "Glass",
+    "Motors",
+    "Railways",
+    "Satellites",
+    "Shipyards",
+    "Timber",
+    "Toys",
+    "Vineyards",
 )
+"""Second words that no company has."""
+
+ENDINGS = (" Inc.", " Corp.", " Company", " Holdings", " plc", " AG")
 NO_DATA = "The tools have no data for this.\nAnswer: no data available"
 
 
 def refusal(pick: Pick) -> Draft:
     """Something that nobody knows: no such company, no such day, no such report."""
-    kind = pick.random.randrange(4)
-    if kind == 0:
-        return _no_company(pick)
-    if kind == 1:
-        return _no_trading(pick)
-    company = pick.company()
-    market = pick.world.market
-    if kind == 2:
-        first = market.first_day(company.symbol)
-        if first != company.ipo_date:
-            raise Unsuitable
-        day = (date.fromisoformat(first) - timedelta(days=1 + pick.random.randrange(200))).isoformat()
-        question = f"What was the closing price of {company.name} on {day}?"
-        calls = step(
-            ("getFullChart", {"symbol": company.symbol, "from": day, "to": day}), evidence=[first], fails=True
-        )
-    else:
-        statements = market.income_statements(company.symbol, "FY", 1)
-        year = (statements[0].fiscal_year if statements else 2024) + 1 + pick.random.randrange(2)
-        key = pick.one(list(FIGURES))
-        question = f"What {FIGURES[key][0]} did {company.name} report for fiscal {year}?"
-        latest = f'"fiscalYear":"{statements[0].fiscal_year}"' if statements else "[]"
-        calls = step(("getIncomeStatement", {"symbol": company.symbol, "limit": 3}), evidence=[latest])
-    return Draft(
-        question=question + " If there is no such data, say so.",
-        answer=REFUSAL,
-        steps=[find(company), calls],
-        final=NO_DATA,
-        servers=(FINANCE,),
-        difficulty="medium",
-        symbols=(company.symbol,),
-    )
+    return pick.one([_no_company, _no_trading, _not_yet_listed, _no_report])(pick)
 
 
 def _no_company(pick: Pick) -> Draft:
-    name, key = pick.one(NO_COMPANIES), pick.one(list(FIGURES))
+    name, key = pick.one(_invented(pick)), pick.one(list(FIGURES))
+    found = pick.world.market.search_name(name)
+    alike = [shown(one.symbol) for one in found] if found else ["[]"]
     year = 2020 + pick.random.randrange(5)
     return Draft(
-        question=f"What was the {FIGURES[key][0]} of {name} in fiscal {year}? If there is no such data, say so.",
+        question=statement_question(pick, FIGURES[key][0], name + pick.one(("", pick.one(ENDINGS))), year),
         answer=REFUSAL,
-        steps=[step(("searchName", {"query": name}), ("searchSymbol", {"query": name.split()[0]}), evidence=["[]"])],
-        final=NO_DATA,
+        steps=[step(("searchName", {"query": name}), ("searchSymbol", {"query": name.split()[0]}), evidence=alike)],
+        final=f"There is no company called {name}.\nAnswer: no data available",
         servers=(FINANCE,),
         difficulty="medium",
     )
+
+
+def _invented(pick: Pick) -> list[str]:
+    """
+    Names that nobody has. Some begin like that of a company of this split; those that begin like nobody's are dealt out
+    among the companies, so that no other split has them.
+    """
+    companies = pick.world.market.companies()
+    stems = [*STEMS, *PAIR_STEMS, *(stem for pair in (*CLASS_STEMS, *TWIN_STEMS) for stem in pair)]
+    former = {change.old_name.split()[0] for change in pick.world.market.symbol_changes()}
+    names: list[str] = []
+    for stem in stems:
+        number = int.from_bytes(hashlib.sha256(stem.encode()).digest()[:4], "big")
+        alike = [one for one in companies if one.short_name.split()[0] == stem.split()[0]]
+        alike = alike or [companies[number % len(companies)]]
+        if all(one.symbol in pick.symbols for one in alike) and stem.split()[0] not in former:
+            names += [f"{stem} {NO_NOUNS[(number + index) % len(NO_NOUNS)]}" for index in range(3)]
+    return names
 
 
 def _no_trading(pick: Pick) -> Draft:
     company = pick.company(lambda one: bool(pick.world.market.halts(one.symbol)))
     day = str(pick.one(list(pick.world.market.halts(company.symbol))))
+    return _no_price(
+        pick, company, day, step(("getFullChart", _day(company, day)), evidence=["Not traded"]), "It did not trade."
+    )
+
+
+def _not_yet_listed(pick: Pick) -> Draft:
+    company = pick.company(lambda one: pick.world.market.first_day(one.symbol) == one.ipo_date)
+    first = date.fromisoformat(company.ipo_date)
+    before = first - timedelta(days=1 + pick.random.randrange(200))
+    if before < FIRST_DAY:
+        raise Unsuitable
+    day = before.isoformat()
+    calls = step(("getFullChart", _day(company, day)), evidence=[company.ipo_date], fails=True)
+    return _no_price(pick, company, day, calls, "It was not listed yet.")
+
+
+def _no_price(pick: Pick, company: Company, day: str, calls: Step, why: str) -> Draft:
     return Draft(
-        question=f"At what price did {company.name} close on {day}? If it did not trade, say that there is no price.",
+        question=price_question(pick, company.name, day),
         answer=REFUSAL,
-        steps=[
-            find(company),
-            step(("getFullChart", {"symbol": company.symbol, "from": day, "to": day}), evidence=["Not traded"]),
-        ],
-        final="It did not trade that day.\nAnswer: there is no price",
+        steps=[find(company), calls],
+        final=f"{why}\nAnswer: there is no price",
         servers=(FINANCE,),
         difficulty="medium",
         symbols=(company.symbol,),
     )
+
+
+def _no_report(pick: Pick) -> Draft:
+    company = pick.company()
+    years = [one.fiscal_year for one in pick.world.market.income_statements(company.symbol, "FY")]
+    if not years:
+        raise Unsuitable
+    # The next, or one before the first, where that is not long ago.
+    year = pick.one([years[0] + 1, *(year - 1 for year in years[-1:] if year > FIRST_DAY.year)])
+    key = pick.one(list(FIGURES))
+    return Draft(
+        question=statement_question(pick, FIGURES[key][0], company.name, year),
+        answer=REFUSAL,
+        steps=[
+            find(company),
+            step(
+                ("getIncomeStatement", {"symbol": company.symbol, "limit": len(years) + 1}),
+                evidence=[f'"fiscalYear":"{one}"' for one in (years[0], years[-1])],
+            ),
+        ],
+        final=NO_DATA,
+        servers=(FINANCE,),
+        difficulty="medium",
+        symbols=(company.symbol,),
+    )
+
+
+def _day(company: Company, day: str) -> dict[str, str]:
+    return {"symbol": company.symbol, "from": day, "to": day}
 
 
 def recovery(pick: Pick) -> Draft:
