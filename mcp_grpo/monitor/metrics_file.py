@@ -57,4 +57,4 @@ def _is_before(line: str, step: int) -> bool:
     except ValueError:
         return False
     is_of_next = any(name.startswith("batch/") for name in figures)
-    return 0 < step and (figures["step"] < step or (figures["step"] == step and not is_of_next))
+    return step > 0 and (figures["step"] < step or (figures["step"] == step and not is_of_next))
