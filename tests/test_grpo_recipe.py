@@ -180,6 +180,27 @@ def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[
     assert "Settings have changed" not in (resumed / "run.log").read_text()
 
 
+def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:
+    folder, token = tmp_path / "run", "hf_canaryofthehub"
+    command = [sys.executable, "recipes/grpo_qwen3.py", *own, "--max_steps", "1", "--output_dir", str(folder)]
+    finished = subprocess.run(
+        [*command, "--hub_token", token],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    told = json.loads((folder / "versions.json").read_text())["command"]
+    assert told.startswith("python recipes/grpo_qwen3.py --config cpu_debug.yaml")
+    assert told.endswith("--hub_token '***'")
+    # `training_args.bin` holds the arguments themselves; it is never uploaded.
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "training_args.bin"]
+    assert not [file.name for file in files if token.encode() in file.read_bytes()]
+
+
 def _is_state(value: Any) -> bool:
     """Whether it is an object of this process, not a setting."""
     return type(value).__name__ in ("AcceleratorConfig", "PartialState", "device", "DistributedType")
