@@ -137,6 +137,23 @@ def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
         grpo_qwen3.main([*own, "--preflight", *tight, "--model_name_or_path", "Qwen/Qwen3-0.6B"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora_target_modules", "no_such_layer"], "no_such_layer"),
+        (["--weight_sync", "adapter", "--use_dora", "true"], "`use_dora` is on"),
+        (["--weight_sync", "adapter", "--lora_modules_to_save", "lm_head"], "`modules_to_save` are whole layers"),
+        (["--load_in_4bit", "true", "--use_dora", "true"], "base model is quantised.*`use_dora` is on"),
+        (["--load_in_4bit", "true", "--bnb_4bit_quant_type", "fp4"], "fp4 without it"),
+        (["--load_in_4bit", "true", "--use_peft", "false"], "cannot be trained"),
+    ],
+)
+def test_a_pre_flight_looks_at_the_adapter_of_the_run(own: list[str], arguments: list[str], message: str) -> None:
+    real = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_vllm", "true"]
+    with pytest.raises((SettingsError, ValueError), match=message):
+        grpo_qwen3.main([*own, "--preflight", *real, *arguments])
+
+
 def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[str], tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     trainer = grpo_qwen3.main([*own, "--output_dir", str(whole), "--debug", "--profile", "--hub_token", "secret"])
