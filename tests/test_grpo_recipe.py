@@ -142,7 +142,7 @@ def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
     [
         (["--lora_target_modules", "no_such_layer"], "no_such_layer"),
         (["--weight_sync", "adapter", "--use_dora", "true"], "`use_dora` is on"),
-        (["--weight_sync", "adapter", "--lora_modules_to_save", "lm_head"], "`modules_to_save` are whole layers"),
+        (["--weight_sync", "adapter", "--lora_modules_to_save", "q_norm"], "`modules_to_save` are whole layers"),
         (["--load_in_4bit", "true", "--use_dora", "true"], "base model is quantised.*`use_dora` is on"),
         (["--load_in_4bit", "true", "--bnb_4bit_quant_type", "fp4"], "fp4 without it"),
         (["--load_in_4bit", "true", "--use_peft", "false"], "cannot be trained"),
@@ -195,6 +195,17 @@ def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[
     logged = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged if "grad_norm" in line] == [1, 2]
     assert "Settings have changed" not in (resumed / "run.log").read_text()
+
+
+@pytest.mark.parametrize("delay", ["0", "5"])
+def test_what_was_judged_at_the_last_step_is_not_judged_again(own: list[str], tmp_path: Path, delay: str) -> None:
+    judging = ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_delay", delay, "--num_eval_tasks", "2"]
+    judging += ["--eval_tasks", own[own.index("--tasks") + 1], "--per_device_eval_batch_size", "2"]
+    grpo_qwen3.main(
+        [*own, *judging, "--num_generations_eval", "1", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [1]
 
 
 def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:
