@@ -204,9 +204,6 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
     if script.profile:
         trainer.measure_phases()
     trainer.train(resume_from_checkpoint=checkpoint)
-    judged = {entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry}
-    if trainer.eval_dataset is not None and trainer.state.global_step not in judged:
-        trainer.evaluate()
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
