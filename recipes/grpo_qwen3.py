@@ -204,8 +204,6 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
     if script.profile:
         trainer.measure_phases()
     trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from peft import PeftModel
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -190,18 +193,25 @@ def main(arguments: list[str]) -> SFTTrainer:
         chat_template_kwargs={"enable_thinking": script.enable_thinking},
     )
     servers = script.load_servers()
-    solved = conversations(tasks_from_rows(script.load(script.tasks, "train", script.num_tasks)), servers)
-    dataset = make_dataset(
-        solved,
-        anyio.run(tools_of, [task for task, _ in solved], servers),
-        renderer,
-        max_result_tokens=script.max_result_tokens,
-        max_length=config.max_length,
-    )
+    tasks = tasks_from_rows(script.load(script.tasks, "train", script.num_tasks))
+    made: list[Dataset | None] = [None]
+    if (
+        config.process_index == 0
+    ):  # servers need not answer twice alike, and processes must agree on the number of steps
+        solved = conversations(tasks, servers)
+        made[0] = make_dataset(
+            solved,
+            anyio.run(tools_of, [task for task, _ in solved], servers),
+            renderer,
+            max_result_tokens=script.max_result_tokens,
+            max_length=config.max_length,
+        )
+    [dataset] = broadcast_object_list(made)
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
     }
     # With it, the policy is served as it was trained.
     tokenizer.chat_template = renderer.chat_template or tokenizer.chat_template
@@ -218,10 +228,30 @@ def main(arguments: list[str]) -> SFTTrainer:
     if trainer.is_world_process_zero():
         write_settings(settings, folder / "config.yaml")
         if model.use_peft:  # reinforcement learning starts with an adapter of its own
-            merged = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
-            merged.save_pretrained(folder / "merged")
+            save_merged(model.model_name_or_path, config.model_init_kwargs, folder)
             tokenizer.save_pretrained(folder / "merged")
+    trainer.accelerator.wait_for_everyone()
     return trainer
+
+
+def save_merged(name: str, model_init_kwargs: dict[str, Any], folder: Path) -> None:
+    """
+    Merge a saved adapter into its base model, which is loaded anew: that of the trainer may be quantised, or a share of it.
+
+    Args:
+        name (`str`):
+            The base model.
+        model_init_kwargs (`dict[str, Any]`):
+            How the trainer loaded it.
+        folder (`Path`):
+            Folder with the adapter; the model goes to `merged` in it.
+    """
+    unset_hf_deepspeed_config()  # with ZeRO-3, this process would wait for the others to load their shares
+    kwargs = {
+        key: value for key, value in model_init_kwargs.items() if key not in ("quantization_config", "device_map")
+    }
+    base = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    PeftModel.from_pretrained(base, str(folder)).merge_and_unload().save_pretrained(folder / "merged")
 
 
 if __name__ == "__main__":

@@ -139,6 +139,23 @@ def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
         grpo_qwen3.main([*own, "--preflight", *tight, "--model_name_or_path", "Qwen/Qwen3-0.6B"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora_target_modules", "no_such_layer"], "no_such_layer"),
+        (["--weight_sync", "adapter", "--use_dora", "true"], "`use_dora` is on"),
+        (["--weight_sync", "adapter", "--lora_modules_to_save", "q_norm"], "`modules_to_save` are whole layers"),
+        (["--load_in_4bit", "true", "--use_dora", "true"], "base model is quantised.*`use_dora` is on"),
+        (["--load_in_4bit", "true", "--bnb_4bit_quant_type", "fp4"], "fp4 without it"),
+        (["--load_in_4bit", "true", "--use_peft", "false"], "cannot be trained"),
+    ],
+)
+def test_a_pre_flight_looks_at_the_adapter_of_the_run(own: list[str], arguments: list[str], message: str) -> None:
+    real = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_vllm", "true"]
+    with pytest.raises((SettingsError, ValueError), match=message):
+        grpo_qwen3.main([*own, "--preflight", *real, *arguments])
+
+
 def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[str], tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     trainer = grpo_qwen3.main([*own, "--output_dir", str(whole), "--debug", "--profile", "--hub_token", "secret"])
@@ -180,6 +197,38 @@ def test_a_run_leaves_what_is_needed_to_repeat_it_and_goes_on_exactly(own: list[
     logged = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged if "grad_norm" in line] == [1, 2]
     assert "Settings have changed" not in (resumed / "run.log").read_text()
+
+
+@pytest.mark.parametrize("every", ["1", "3"])
+def test_the_last_step_is_judged_once(own: list[str], tmp_path: Path, every: str) -> None:
+    judging = ["--eval_strategy", "steps", "--eval_steps", every, "--num_eval_tasks", "2"]
+    judging += ["--eval_tasks", own[own.index("--tasks") + 1], "--per_device_eval_batch_size", "2"]
+    grpo_qwen3.main(
+        [*own, *judging, "--num_generations_eval", "1", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [1]
+
+
+def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:
+    folder, token = tmp_path / "run", "hf_canaryofthehub"
+    command = [sys.executable, "recipes/grpo_qwen3.py", *own, "--max_steps", "1", "--output_dir", str(folder)]
+    finished = subprocess.run(
+        [*command, "--hub_token", token],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    told = json.loads((folder / "versions.json").read_text())["command"]
+    assert told.startswith("python recipes/grpo_qwen3.py --config cpu_debug.yaml")
+    assert told.endswith("--hub_token '***'")
+    # `training_args.bin` holds the arguments themselves; it is never uploaded.
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "training_args.bin"]
+    assert not [file.name for file in files if token.encode() in file.read_bytes()]
 
 
 def _is_state(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from helpers.hub import LocalHub, local_hub
 from helpers.runs import make_trainer
 from helpers.sums import TEMPLATE_KWARGS
@@ -220,6 +223,16 @@ def test_a_secret_in_a_file_that_cannot_be_cleaned_stops_the_upload_without_bein
     assert "a-real-secret" not in str(raised.value)
 
 
+def test_a_home_of_one_word_is_hidden_but_not_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    monkeypatch.chdir(tmp_path)
+    private = PrivateValues.of([], ["/"])
+    assert private.hide("see /root/.cache/x and /srv/y") == "see .../.cache/x and /srv/y"
+    assert private.hide("an API with /rooted, /root.") == "an API with /rooted, /root."
+    (tmp_path / "weights").write_bytes(b"\0/root/notes\0")
+    assert private.are_in(tmp_path / "weights")
+
+
 @pytest.mark.parametrize(
     ("base", "name"),
     [
@@ -241,6 +254,17 @@ def test_a_base_model_is_named_as_the_hub_names_it_or_not_at_all(base: str | Non
         (["/home/ann/a.py", "--out=/home/ann/x", "--hub_token", "hf_1"], {}, "python a.py --out=x --hub_token '***'"),
         (["a.py"], {"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch a.py"),
         (["a.py"], {"WORLD_SIZE": "8"}, "accelerate launch --num_processes 8 a.py"),
+        (
+            ["a.py"],
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"},
+            "accelerate launch --num_machines 2 --num_processes 16 --mixed_precision bf16 a.py",
+        ),
+        (
+            ["a.py", "--max_result_tokens", "512", "--hub_private_repo=true", "--eos_token", "<|im_end|>"],
+            {},
+            "python a.py --max_result_tokens 512 --hub_private_repo=true --eos_token '<|im_end|>'",
+        ),
+        (["a.py", "--password", "12345678", "--tokens=a,b"], {}, "python a.py --password '***' '--tokens=***'"),
         (["/usr/bin/mcp-grpo", "train", "../mine.yaml"], {}, "mcp-grpo train mine.yaml"),
         (["/x/ipykernel_launcher.py", "-f", "/x/kernel.json"], {}, None),
         (["-c"], {}, None),
@@ -248,3 +272,21 @@ def test_a_base_model_is_named_as_the_hub_names_it_or_not_at_all(base: str | Non
 )
 def test_the_command_is_shown_without_secrets_and_folders(argv: list[str], environ: dict, command: str | None) -> None:
     assert run_command(argv, environ) == command
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
+def test_the_command_shares_the_weights_as_the_run_did(name: str) -> None:
+    def environment_of(*flags: str) -> dict[str, str]:
+        """What `accelerate launch` sets for each process."""
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*flags, "a.py"]))
+        args.deepspeed_fields_from_accelerate_config = ""
+        prepare = prepare_deepspeed_cmd_env if args.use_deepspeed else prepare_multi_gpu_env
+        made = prepare(args)
+        return {**(made[1] if args.use_deepspeed else made), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+
+    launched = environment_of("--config_file", str(TESTS.parent / "recipes" / "accelerate" / f"{name}.yaml"))
+    command = run_command(["a.py"], launched)
+    assert command is not None
+    again = environment_of(*shlex.split(command)[2:-1])
+    differing = {each for each in launched.keys() | again.keys() if launched.get(each) != again.get(each)}
+    assert not {each for each in differing if each.startswith(("ACCELERATE_", "FSDP_", "WORLD"))}

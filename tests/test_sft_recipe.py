@@ -11,6 +11,7 @@ import sft_warmup
 import torch
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.policies import ScriptedGenerator, save_tiny_model
+from helpers.ranks import launch
 from helpers.runs import make_trainer
 from helpers.sums import CALL, ROWS, SERVERS, TEMPLATE_KWARGS
 from peft import PeftModel
@@ -182,16 +183,37 @@ def test_an_adapter_is_merged_for_what_follows(warm: tuple[Path, Any, list[str]]
         "--output_dir",
         str(tmp_path),
     ]
-    sft_warmup.main([*arguments, *adapter])
-    base = arguments[arguments.index("--model_name_or_path") + 1]
+    attention = ["--model_init_kwargs", json.dumps({"attn_implementation": "eager"})]
+    trainer = sft_warmup.main([*arguments, *adapter, *attention])
+    assert trainer.model.config._attn_implementation == "eager"
+    check_merged(arguments[arguments.index("--model_name_or_path") + 1], tmp_path)
+
+
+def check_merged(base: str, folder: Path) -> None:
+    """The merged model is the base with the saved adapter, and not the base alone."""
     ids = torch.arange(50).unsqueeze(0)
     with torch.no_grad():
-        before, alone = (
-            AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (base, tmp_path / "merged")
-        )
-        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)(ids).logits
+        before, alone = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (base, folder / "merged"))
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)(ids).logits
     torch.testing.assert_close(alone, adapted, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(alone, before, atol=1e-3)
+
+
+def test_processes_that_share_the_weights_imitate_the_same_and_merge_all_of_it(
+    warm: tuple[Path, Any, list[str]], tmp_path: Path
+) -> None:
+    _, _, arguments = warm
+    sharing = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+    (tmp_path / "fsdp.yaml").write_text(json.dumps({"fsdp": True, "fsdp_config": sharing}))
+    adapter = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--max_steps", "4"]
+    adapter += ["--config", str(tmp_path / "fsdp.yaml"), "--output_dir", str(tmp_path)]
+    finished = launch("warm_ranks.py", *arguments, *adapter)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["is_sharded"]
+    assert (first["asked"], second["asked"]) == (["0"], [])
+    assert first["num_rows"] == second["num_rows"] == 4
+    check_merged(arguments[arguments.index("--model_name_or_path") + 1], tmp_path)
 
 
 def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(

@@ -47,6 +47,7 @@ _CHECKPOINT_FILES = (
 _UNTOUCHED = ("tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt")
 _CACHED_MODEL = re.compile(r"models--([^/\\]+)--([^/\\]+)")
 _MIN_PARTS = 3  # of a path that is told from a word: "/home/ann", but not "/data"
+_MIN_BYTES = 6  # of what is looked for in weights, where anything shorter may be by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,13 @@ class PrivateValues:
         named = [("key", secret) for secret in secrets if secret]
         places = {os.path.abspath(path) for path in [*filter(None, paths), Path.cwd(), Path.home()]}
         places |= {os.path.realpath(place) for place in places}
+        told = {place for place in places if len(Path(place).parts) >= _MIN_PARTS}
+        homes = {os.path.abspath(Path.home()), os.path.realpath(Path.home())} - {os.sep}
+        # "/root" may be a word of somebody's, and "/root/notes" is not.
+        told |= {home + os.sep for home in homes - told}
         return cls(
             secrets=secret_values([*os.environ.items(), *named], {}),
-            paths=tuple(sorted((p for p in places if len(Path(p).parts) >= _MIN_PARTS), key=len, reverse=True)),
+            paths=tuple(sorted(told, key=len, reverse=True)),
         )
 
     def hide(self, text: str) -> str:
@@ -99,7 +104,7 @@ class PrivateValues:
         """
         text = hidden(self.secrets, text)
         for path in self.paths:
-            text = text.replace(path, "...")
+            text = text.replace(path, f"...{os.sep}" if path.endswith(os.sep) else "...")
         return text
 
     def are_in(self, file: Path) -> bool:
@@ -116,7 +121,8 @@ class PrivateValues:
         if not file.stat().st_size:
             return False
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return any(content.find(value.encode()) >= 0 for value in (*self.secrets, *self.paths))
+            values = [value.encode() for value in (*self.secrets, *self.paths)]
+            return any(content.find(value) >= 0 for value in values if len(value) >= _MIN_BYTES)
 
 
 def publishable_copy(
@@ -184,9 +190,10 @@ def hub_name(base: str | None) -> str | None:
 
 def _clean_json(file: Path, private: PrivateValues) -> None:
     cleaner = _CLEANERS.get(file.name)
-    if cleaner is None and not private.are_in(file):
+    text = file.read_text()
+    if cleaner is None and private.hide(text) == text:
         return
-    content = json.loads(file.read_text())
+    content = json.loads(text)
     if cleaner is not None:
         cleaner(content)
     file.write_text(private.hide(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")

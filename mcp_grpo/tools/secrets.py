@@ -11,6 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 MIN_LENGTH = 8  # shorter values ("1", "true", "INFO") are not secrets, and hiding them would garble messages
 
 _SECRET_NAME = re.compile("key|token|secret|pass|pwd|auth(?!or(?!i[sz]))|cred|cookie|private|dsn", re.IGNORECASE)
+_COUNT_NAME = re.compile("tokens([_-]|$)", re.IGNORECASE)  # "--max-tokens 512"
+_PLAIN_VALUE = re.compile("true|false|<[^<>]*>", re.IGNORECASE)  # "--private true", "--eos_token <|im_end|>"
 _PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
 _PLAIN_HEADER = re.compile("accept|content-|mcp-|user-agent", re.IGNORECASE)
 
@@ -104,18 +106,26 @@ def without_secrets(args: Sequence[str]) -> list[str]:
             The arguments.
 
     Returns:
-        `list[str]`: The same, with `***` for the value of a flag whose name speaks of a secret (`--api-key abc`).
+        `list[str]`: The same, with `***` for the value of a flag whose name speaks of a secret (`--api-key abc`). A number of
+        tokens is none.
     """
     shown: list[str] = []
     for before, arg in zip(["", *args], args, strict=False):
-        flag, is_assigned, _ = arg.partition("=")
-        if is_assigned and flag.startswith("-") and _SECRET_NAME.search(flag):
+        flag, is_assigned, value = arg.partition("=")
+        if is_assigned and flag.startswith("-") and _is_secret(flag, value):
             shown.append(f"{flag}=***")
-        elif before.startswith("-") and "=" not in before and not arg.startswith("-") and _SECRET_NAME.search(before):
+        elif before.startswith("-") and "=" not in before and not arg.startswith("-") and _is_secret(before, arg):
             shown.append("***")
         else:
             shown.append(arg)
     return shown
+
+
+def _is_secret(flag: str, value: str) -> bool:
+    if not _SECRET_NAME.search(flag) or _PLAIN_VALUE.fullmatch(value):
+        return False
+    is_count = _COUNT_NAME.search(flag) and value.isascii() and value.isdecimal()
+    return not is_count
 
 
 def _parts(headers: Iterable[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """The command line: every field of several dataclasses, from YAML and from flags, and nothing else."""
 
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return getattr(value, "value", value)
-
-
-def command() -> str:
-    """The command that this process was started with."""
-    return " ".join([Path(sys.executable).name, *sys.argv])

@@ -5,16 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from trl import get_peft_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.config import check_arguments
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.rollout.vllm_backend import _chosen
 from mcp_grpo.tasks import tasks_from_rows
-from recipe_parts.stand_in import QWEN3_CONTEXT, context_of, save_stand_in, tokenizer_of
+from recipe_parts.stand_in import QWEN3_CONTEXT, config_of, save_stand_in, tokenizer_of
 
 
 CHARACTERS_PER_TOKEN = 3.6  # of the desk's prompts with Qwen3's tokenizer, rounded down
@@ -108,10 +110,11 @@ def run_preflight(
     given = {name: value for name, value in settings.items() if name in own}
     with tempfile.TemporaryDirectory() as folder:
         stand_in = str(Path(folder, "model"))
-        save_stand_in(stand_in, tokenizer, context_of(model.model_name_or_path, model.model_revision))
+        real = config_of(model.model_name_or_path, model.model_revision)
+        context = getattr(real.get_text_config(), "max_position_embeddings", None) if real else None
+        save_stand_in(stand_in, tokenizer, context)
         given |= {**GPU_SETTINGS, "use_cpu": True, "output_dir": str(Path(folder, "run")), "report_to": "none"}
         given |= {"push_to_hub": False, "model_init_kwargs": None}
-        peft_config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if model.use_peft else None
         with MCPGRPOTrainer(
             stand_in,
             rewards,
@@ -119,7 +122,7 @@ def run_preflight(
             train_dataset,
             eval_dataset=eval_dataset,
             servers=servers,
-            peft_config=peft_config,
+            peft_config=get_peft_config(model),
         ) as trainer:
             catalog = trainer.catalog
             names = sorted({tool.server for tool in catalog.tools})
@@ -129,6 +132,7 @@ def run_preflight(
             checked.append("chat template: carries tool calls token by token")
             tasks = tasks_from_rows(train_dataset)
             checked.append(f"tasks: {len(tasks)} to train on, {len(eval_dataset) if eval_dataset else 0} to judge by")
+            checked += _checked_adapter(config, model, trainer.model, getattr(real, "quantization_config", None))
             lengths = [len(ids) for ids in trainer._engine.prompt_ids(tasks[:64], trainer._renderer)]
     length = max(lengths) if is_real else int(max(lengths) / CHARACTERS_PER_TOKEN)
     about = "" if is_real else f"about (at {CHARACTERS_PER_TOKEN} characters per token) "
@@ -143,6 +147,27 @@ def run_preflight(
             "the latter."
         )
     return Preflight(checked=tuple(checked), left_out=tuple(left_out))
+
+
+def _checked_adapter(config: MCPGRPOConfig, model: Any, policy: Any, saved_quantization: Any) -> list[str]:
+    """What is right about the adapter and the precision of the weights below it; raised if anything is wrong."""
+    is_quantized = model.load_in_4bit or model.load_in_8bit
+    if is_quantized and not model.use_peft:
+        raise SettingsError(
+            f"`load_in_{4 if model.load_in_4bit else 8}bit` makes weights that cannot be trained, and there is no adapter on "
+            "them. Set `use_peft: true`, or leave it out."
+        )
+    if config.use_vllm:
+        if is_quantized or saved_quantization is not None:
+            policy.config.quantization_config = SimpleNamespace(
+                # What is quantised already is read by vLLM as it is.
+                load_in_4bit=model.load_in_4bit and saved_quantization is None,
+                bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+                bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+            )
+        sync = _chosen(config.weight_sync, policy, config.vllm_mode)
+        return [f"weights: vLLM gets {'the adapter' if sync == 'adapter' else 'whole weights'} after each update"]
+    return []
 
 
 def _left_out(config: MCPGRPOConfig, model: Any) -> list[str]:

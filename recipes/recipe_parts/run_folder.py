@@ -14,7 +14,8 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from mcp_grpo.errors import SettingsError
-from recipe_parts.command_line import command, read_settings, write_settings
+from mcp_grpo.hub import run_command
+from recipe_parts.command_line import read_settings, write_settings
 
 
 PACKAGES = (
@@ -126,7 +127,7 @@ class RunFolder:
             return
         write_settings(self._settings | {"resume": False}, self.path / "config.yaml")
         facts = {
-            "command": command(),
+            "command": run_command(),
             "python": platform.python_version(),
             "packages": versions(),
             "cuda": torch.version.cuda,

@@ -54,9 +54,9 @@ def tokenizer_of(name: str, revision: str = "main") -> tuple[PreTrainedTokenizer
     return tokenizer, False
 
 
-def context_of(name: str, revision: str = "main") -> int | None:
+def config_of(name: str, revision: str = "main") -> Any:
     """
-    Tokens that a model attends to.
+    The configuration of a model.
 
     Args:
         name (`str`):
@@ -65,13 +65,12 @@ def context_of(name: str, revision: str = "main") -> int | None:
             Its revision.
 
     Returns:
-        `int` or `None`: The number; `None` if its configuration is not on this machine.
+        `PreTrainedConfig` or `None`: The configuration; `None` if it is not on this machine.
     """
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+        return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return None
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def save_stand_in(folder: str, tokenizer: PreTrainedTokenizerFast, context: int | None = None, seed: int = 0) -> None:

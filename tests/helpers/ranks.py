@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, DistributedType
 
 
 SCRIPTS = Path(__file__).parent.parent / "servers"
@@ -20,3 +23,17 @@ def launch(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         timeout=180,
         check=False,
     )
+
+
+def share_weights_on_cpu() -> None:
+    """On a CPU `accelerate` takes no notice of FSDP, although torch has it there; from now on it does."""
+    plugins: list[Any] = []
+    original = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        plugins.extend([fsdp_plugin] if fsdp_plugin else [])
+        if plugins:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
+
+    AcceleratorState.__init__ = init

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from accelerate.state import AcceleratorState, DistributedType
 from datasets import Dataset
+from helpers.ranks import share_weights_on_cpu
 from helpers.sums import ROWS, SERVER, TEMPLATE_KWARGS
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
@@ -33,17 +33,7 @@ rank = os.environ["RANK"]
 changes = json.loads(changes)
 has_adapter = changes.pop("peft", True)
 if "fsdp" in changes:
-    # On a CPU `accelerate` takes no notice of FSDP, although torch has it there.
-    plugins = []
-    original = AcceleratorState.__init__
-
-    def init(self, *args, fsdp_plugin=None, **kwargs):
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        plugins.extend([fsdp_plugin] if fsdp_plugin else [])
-        if plugins:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
-
-    AcceleratorState.__init__ = init
+    share_weights_on_cpu()
 if "deepspeed" in changes:
     import deepspeed
 
