@@ -555,7 +555,9 @@ class MCPGRPOConfig(GRPOConfig):
         if self.writes_metrics and self.project == "huggingface":  # the same for all that do not name one
             self.project = Path(str(self.output_dir)).resolve().name or self.project
         if self.trackio_space_id is None and self.trackio_static_space_id is None:
-            self.trackio_static_space_id = False  # or a push uploads the whole project, with completions, to a public Space
+            self.trackio_static_space_id = (
+                False  # or a push uploads the whole project, with completions, to a public Space
+            )
         if self.max_turns < 1:
             raise SettingsError(f"`max_turns` must be at least 1, got {self.max_turns}.")
         if self.max_result_tokens is not None and self.max_result_tokens < MIN_RESULT_TOKENS:

@@ -309,7 +309,7 @@ class PublishingTrainer(ObjectiveTrainer):
         if state["batch"] is not None and state["num_processes"] == self.accelerator.num_processes:
             own = torch.load(own_file, map_location=self.accelerator.device, weights_only=True)
             self._buffered_inputs = own["batch"]
-        elif state["batch"] is not None:  # their parts of a batch do not fit: a new one is rolled out
+        else:  # parts of a batch that do not fit, or that were not published: a new one is rolled out
             self._step -= self._step % self._generate_every
         if self._engine is not None and state["turns"]:
             self._engine.turns.load_state_dict(state["turns"])
