@@ -22,7 +22,7 @@ import torch
 from helpers.families import FAMILIES, end_of_turn_ids, family_tokenizer
 from helpers.runs import make_trainer
 from helpers.sums import SERVERS
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo import Task, ToolCall, ToolPool, export_for_serving, load_adapter, serve_command
@@ -80,6 +80,32 @@ def test_the_command_names_the_base_the_adapter_the_template_and_the_parser(
     assert options["--chat-template"] == str(adapter / "chat_template.jinja")
     assert json.loads(options["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert options["--tool-call-parser"] == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"alpha_pattern": {"q_proj": 32}}, "`alpha_pattern` scales layers"),
+        ({"rank_pattern": {"q_proj": 2}}, "`rank_pattern` scales layers"),
+        ({"use_dora": True}, "`use_dora` is on"),
+        ({"modules_to_save": ["norm"]}, "`modules_to_save` are whole layers"),
+    ],
+)
+def test_an_adapter_that_vllm_would_apply_otherwise_is_exported_instead(
+    tmp_path: Path, adapter: Path, wide_adding_model: str, settings: dict[str, Any], problem: str
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(wide_adding_model)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings)
+    policy: Any = get_peft_model(base, config).eval()
+    policy.save_pretrained(tmp_path / "odd")
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(tmp_path / "odd")
+    with pytest.raises(SettingsError, match=rf"another policy: {problem}.*`export_for_serving`"):
+        serve_command(tmp_path / "odd")
+    assert "--enable-lora" not in export_for_serving(tmp_path / "odd", tmp_path / "whole")
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+        torch.testing.assert_close(whole(ids).logits, policy(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_an_export_is_one_model_with_the_adapter_in_it(adapter: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.hub.facts import read_facts, write_facts
 from mcp_grpo.hub.loading import base_of, load_adapter, local_folder
+from mcp_grpo.rollout.adapter_export import config_problem, max_lora_rank
 
 
 # What a rendered call holds in each format, and the name of vLLM's parser for it. The first that fits is it.
@@ -99,6 +100,9 @@ def serve_command(
     Returns:
         `str`: The command, for a shell.
 
+    Raises:
+        [`SettingsError`]: If vLLM would not apply the adapter as it was trained; see [`export_for_serving`].
+
     Example:
 
     ```python
@@ -113,8 +117,12 @@ outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinki
     words = ["vllm", "serve"]
     if (folder / "adapter_config.json").is_file():
         config: Any = PeftConfig.from_pretrained(str(folder))
-        rank = max([config.r, *(config.rank_pattern or {}).values()])
-        words += [base_of(folder, base), "--enable-lora", "--max-lora-rank", str(_served_rank(rank))]
+        if problem := config_problem(config) or _scale_problem(config):
+            raise SettingsError(
+                f"vLLM would serve {source} as another policy: {problem}. Call `export_for_serving`, which makes one whole model "
+                "of it."
+            )
+        words += [base_of(folder, base), "--enable-lora", "--max-lora-rank", str(max_lora_rank(config))]
         words += ["--lora-modules", f"{name}={folder}"]
     else:
         words += [str(folder), "--served-model-name", name]
@@ -161,6 +169,7 @@ def export_for_serving(
     return serve_command(output_dir)
 
 
-def _served_rank(rank: int) -> int:
-    """The smallest rank that vLLM is built for and that holds an adapter of this one."""
-    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
+def _scale_problem(config: Any) -> str | None:
+    """vLLM scales all layers of an adapter that lies in a folder by one factor."""
+    names = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name)]
+    return f"`{names[0]}` scales layers by different factors" if names else None
