@@ -80,6 +80,7 @@ def test_the_command_names_the_base_the_adapter_the_template_and_the_parser(
     assert options["--chat-template"] == str(adapter / "chat_template.jinja")
     assert json.loads(options["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert options["--tool-call-parser"] == "hermes"
+    assert options["--generation-config"] == "vllm"  # not the base model's own way of sampling
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def serve_command(
     The command that serves a policy by vLLM as it was trained.
 
     It names the chat template of training and what that was given, and the parser that turns the policy's calls into
-    those of the OpenAI API. Without the first, the policy sees other histories than it was trained on.
+    those of the OpenAI API. Without the first, the policy sees other histories than it was trained on. Requests that do not
+    say how to sample are sampled at temperature 1 from all tokens, as by default in training, not by the settings that the
+    base model comes with.
 
     Args:
         source (`str` or `Path`):
@@ -107,9 +109,9 @@ def serve_command(
 
     ```python
     >>> print(serve_command("outputs/shop"))
-    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop --chat-template \
-outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinking": false}' --enable-auto-tool-choice \
---tool-call-parser hermes
+    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop \
+--generation-config vllm --chat-template outputs/shop/chat_template.jinja --default-chat-template-kwargs \
+'{"enable_thinking": false}' --enable-auto-tool-choice --tool-call-parser hermes
     ```
     """
     folder = local_folder(source, revision=revision)
@@ -126,7 +128,8 @@ outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinki
         words += ["--lora-modules", f"{name}={folder}"]
     else:
         words += [str(folder), "--served-model-name", name]
-    words += ["--chat-template", str(folder / "chat_template.jinja")]
+    # Or requests that name no temperature are sampled by the base model's settings, which training did not use.
+    words += ["--generation-config", "vllm", "--chat-template", str(folder / "chat_template.jinja")]
     if settings := read_facts(folder).chat_template_kwargs:
         words += ["--default-chat-template-kwargs", json.dumps(settings)]
     parser = tool_parser(AutoTokenizer.from_pretrained(folder))
