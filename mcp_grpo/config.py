@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset
@@ -155,7 +156,9 @@ class MCPGRPOConfig(GRPOConfig):
             Whether the value head goes to the Hub with the model.
         report_to (`str` or `list[str]`, *optional*):
             Trackers: `"wandb"`, `"trackio"` and others of Transformers, or `"none"`. If not given, every figure goes to
-            `metrics.jsonl` in the output folder and, where it is installed, to Trackio, which keeps it on this machine.
+            `metrics.jsonl` in the output folder and, where it is installed, to Trackio, in a project named like the output
+            folder. Trackio keeps figures and tables on this machine, also when the policy is pushed to the Hub, unless
+            `trackio_space_id` or `trackio_static_space_id` names a Space for them.
         truncation (`str`, *optional*, defaults to `"terminal"`):
             What a trajectory is that ran out of turns or tokens: `"terminal"` takes it for ended; `"mask"` leaves it out of
             loss and baseline; `"bootstrap"` lets the value head say what would have followed.
@@ -405,7 +408,7 @@ class MCPGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Trackers of Transformers, or `none`. If not given, `metrics.jsonl` in the output folder, and Trackio if "
-            "it is installed.",
+            "it is installed. Trackio keeps them on this machine, unless a Space is named.",
         },
     )
     truncation: str = field(
@@ -549,6 +552,12 @@ class MCPGRPOConfig(GRPOConfig):
         if self.report_to is None:
             self.report_to = "trackio" if is_trackio_available() else "none"
         super().__post_init__()
+        if self.writes_metrics and self.project == "huggingface":  # the same for all that do not name one
+            self.project = Path(str(self.output_dir)).resolve().name or self.project
+        if self.trackio_space_id is None and self.trackio_static_space_id is None:
+            self.trackio_static_space_id = (
+                False  # or a push uploads the whole project, with completions, to a public Space
+            )
         if self.max_turns < 1:
             raise SettingsError(f"`max_turns` must be at least 1, got {self.max_turns}.")
         if self.max_result_tokens is not None and self.max_result_tokens < MIN_RESULT_TOKENS:

@@ -22,6 +22,7 @@ from mcp_grpo.hub import (
     PrivateValues,
     hub_name,
     publishable_copy,
+    quantization_of,
     run_command,
     uploads_of,
     write_facts,
@@ -138,6 +139,7 @@ class PublishingTrainer(ObjectiveTrainer):
             has_curves=has_curves,
             num_steps=self.state.global_step,
             command=run_command(),
+            quantization=quantization_of(self.accelerator.unwrap_model(self.model)),
         )
 
     @property
@@ -147,6 +149,7 @@ class PublishingTrainer(ObjectiveTrainer):
             chat_template_kwargs=self._renderer.chat_template_kwargs,
             tools=[tool.schema for tool in self._engine.catalog.tools],
             catalog_hash=self._engine.catalog.hash,
+            quantization=quantization_of(self.accelerator.unwrap_model(self.model)),
         )
 
     @property
@@ -309,7 +312,7 @@ class PublishingTrainer(ObjectiveTrainer):
         if state["batch"] is not None and state["num_processes"] == self.accelerator.num_processes:
             own = torch.load(own_file, map_location=self.accelerator.device, weights_only=True)
             self._buffered_inputs = own["batch"]
-        elif state["batch"] is not None:  # their parts of a batch do not fit: a new one is rolled out
+        else:  # parts of a batch that do not fit, or that were not published: a new one is rolled out
             self._step -= self._step % self._generate_every
         if self._engine is not None and state["turns"]:
             self._engine.turns.load_state_dict(state["turns"])

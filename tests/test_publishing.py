@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def run_push(hub: LocalHub, folder: Path, model: str, push_value_head: bool) -> 
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(folder / "hf"),
+        "TRACKIO_DIR": str(folder / "trackio"),
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
     # An absolute script and folder, as a scheduler would call it.
@@ -105,6 +107,14 @@ def test_nothing_private_is_pushed(push: Push) -> None:
         "value_head.safetensors",
     }
     assert not any("ref" in Path(name).parts or name.endswith(".parquet") for name in push.files)
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra `tracking`")
+def test_figures_and_tables_in_trackio_stay_on_this_machine(push: Push) -> None:
+    # `trackio.sync` fails in that process: a push that called it would not have got here.
+    assert (push.folder / "trackio" / "sums.db").is_file()
+    assert push.hub.repositories.keys() == {"somebody/sums"}
+    assert b"trackio" not in push.files["README.md"]
 
 
 def test_the_output_folder_keeps_what_was_not_pushed(push: Push) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers import trainer as transformers_trainer
 
 from mcp_grpo import MCPGRPOTrainer
+from mcp_grpo.hub import PrivateValues, publishable_copy
 from mcp_grpo.learning import value_head_from_pretrained
 
 
@@ -124,6 +125,31 @@ def test_the_reference_of_an_adapter_is_averaged_in_float32_and_computes_in_the_
         assert any(not torch.equal(value, value.bfloat16().float()) for name, value in saved.items() if "lora" in name)
 
 
+class Counting(MCPGRPOTrainer):
+    """Counts the batches that it rolls out."""
+
+    batches = 0
+
+    def _roll_out_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches += 1
+        return super()._roll_out_batch(*args, **kwargs)
+
+
+def test_a_published_checkpoint_holds_no_batch_and_goes_on_with_a_new_one(
+    tmp_path: Path, adding_model: str, reusing_run: MCPGRPOTrainer
+) -> None:
+    checkpoint, published = checkpoint_of(reusing_run, 1), tmp_path / "checkpoint-1"
+    publishable_copy(checkpoint, published, private=PrivateValues.of([], []), is_checkpoint=True, with_value_head=True)
+    state, copied = (torch.load(each / "objective-0.pt", weights_only=True) for each in (checkpoint, published))
+    assert state["batch"] is not None
+    assert copied == {**state, "batch": None}
+    shutil.copy(checkpoint / "reference.safetensors", published)
+    changes = {**REUSING, "max_steps": 3, "dynamic_sampling": 0}
+    resumed = train(tmp_path, adding_model, Counting, published, **changes)
+    assert resumed.state.global_step == 3
+    assert resumed.batches == 1  # a whole one, for the two steps that were left
+
+
 def test_with_another_number_of_processes_a_batch_that_was_not_used_up_is_rolled_out_anew(
     tmp_path: Path, adding_model: str, reusing_run: MCPGRPOTrainer
 ) -> None:
@@ -136,13 +162,6 @@ def test_with_another_number_of_processes_a_batch_that_was_not_used_up_is_rolled
     shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
     for rank in (0, 1):
         torch.save({**state, "num_processes": 2}, checkpoint / f"objective-{rank}.pt")
-
-    class Counting(MCPGRPOTrainer):
-        batches = 0
-
-        def _roll_out_batch(self, *args: Any, **kwargs: Any) -> Any:
-            self.batches += 1
-            return super()._roll_out_batch(*args, **kwargs)
 
     resumed = train(tmp_path, adding_model, Counting, checkpoint, **{**REUSING, "max_steps": 2, "dynamic_sampling": 0})
     assert resumed.state.global_step == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,12 @@ import torch
 from helpers.families import FAMILIES, end_of_turn_ids, family_tokenizer
 from helpers.runs import make_trainer
 from helpers.sums import SERVERS
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from mcp_grpo import Task, ToolCall, ToolPool, export_for_serving, load_adapter, serve_command
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.hub import tool_parser
+from mcp_grpo.hub import read_facts, tool_parser, write_facts
 from mcp_grpo.rollout import Renderer
 
 
@@ -80,6 +83,109 @@ def test_the_command_names_the_base_the_adapter_the_template_and_the_parser(
     assert options["--chat-template"] == str(adapter / "chat_template.jinja")
     assert json.loads(options["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert options["--tool-call-parser"] == "hermes"
+    assert options["--generation-config"] == "vllm"  # not the base model's own way of sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"alpha_pattern": {"q_proj": 32}}, "`alpha_pattern` scales layers"),
+        ({"rank_pattern": {"q_proj": 2}}, "`rank_pattern` scales layers"),
+        ({"use_dora": True}, "`use_dora` is on"),
+        ({"modules_to_save": ["norm"]}, "`modules_to_save` are whole layers"),
+    ],
+)
+def test_an_adapter_that_vllm_would_apply_otherwise_is_exported_instead(
+    tmp_path: Path, adapter: Path, wide_adding_model: str, settings: dict[str, Any], problem: str
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(wide_adding_model)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings)
+    policy: Any = get_peft_model(base, config).eval()
+    policy.save_pretrained(tmp_path / "odd")
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(tmp_path / "odd")
+    with pytest.raises(SettingsError, match=rf"another policy: {problem}.*`export_for_serving`"):
+        serve_command(tmp_path / "odd")
+    assert "--enable-lora" not in export_for_serving(tmp_path / "odd", tmp_path / "whole")
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+        torch.testing.assert_close(whole(ids).logits, policy(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def quantized(**changes: Any) -> BitsAndBytesConfig:
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(**{**settings, "bnb_4bit_compute_dtype": torch.float32, **changes})
+
+
+def on_quantized_base(adapter: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(adapter, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    write_facts(folder, replace(read_facts(folder), quantization=quantized(**changes).to_dict()))
+    return folder
+
+
+def test_what_quantised_the_base_model_is_saved_and_told(tmp_path: Path, wide_adding_model: str) -> None:
+    with make_trainer(tmp_path, wide_adding_model, peft_config=LORA) as trainer:
+        trainer.save_model()
+        assert read_facts(tmp_path).quantization is None
+        assert "Its base model was quantised" not in (tmp_path / "README.md").read_text()
+        trainer.model.config.quantization_config = quantized()
+        trainer.save_model()
+    assert read_facts(tmp_path).quantization == quantized().to_dict()
+    assert "Its base model was quantised" in (tmp_path / "README.md").read_text()
+
+
+def test_a_base_model_that_was_quantised_in_training_is_quantised_by_vllm(adapter: Path, tmp_path: Path) -> None:
+    assert "--quantization" not in shlex.split(serve_command(adapter))
+    options = dict(pairwise(shlex.split(serve_command(on_quantized_base(adapter, tmp_path / "sums")))))
+    assert options["--quantization"] == "bitsandbytes"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bnb_4bit_quant_type": "fp4"},
+        {"bnb_4bit_use_double_quant": False},
+        {"load_in_4bit": False, "load_in_8bit": True},
+    ],
+)
+def test_a_base_model_that_vllm_would_quantise_otherwise_is_refused(
+    adapter: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingsError, match=r"quantised otherwise.*`export_for_serving`"):
+        serve_command(on_quantized_base(adapter, tmp_path / "sums", **changes))
+
+
+def test_a_base_model_is_loaded_as_it_was_quantised_in_training_unless_said_otherwise(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked, original = on_quantized_base(adapter, tmp_path / "sums"), [], AutoModelForCausalLM.from_pretrained
+
+    def in_full(*args: Any, quantization_config: Any, **kwargs: Any) -> Any:
+        asked.append(quantization_config)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", in_full)
+    load_adapter(folder)
+    load_adapter(folder, quantization_config=None)
+    assert [each and each.to_dict() for each in asked] == [quantized().to_dict(), None]
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the extra `quantization`")
+def test_a_policy_on_a_quantised_base_model_is_exported_with_the_weights_it_was_trained_on(
+    adapter: Path, tmp_path: Path
+) -> None:
+    folder = on_quantized_base(adapter, tmp_path / "sums")
+    words = shlex.split(export_for_serving(folder, tmp_path / "whole", dtype=torch.float32))
+    assert "--quantization" not in words
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    policy, _ = load_adapter(folder, dtype=torch.float32)
+    in_full, _ = load_adapter(folder, dtype=torch.float32, quantization_config=None)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = policy(ids).logits
+        # On a CPU, quantised layers round to bfloat16.
+        apart, apart_in_full = ((each(ids).logits - expected).norm() for each in (whole, in_full))
+    assert apart < 0.25 * apart_in_full, (apart, apart_in_full)
 
 
 def test_an_export_is_one_model_with_the_adapter_in_it(adapter: Path, tmp_path: Path) -> None:

@@ -78,6 +78,27 @@ def test_trackio_is_the_default_where_it_is_installed(tmp_path: Path, monkeypatc
     args = MCPGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     assert args.report_to == ["trackio"]
     assert args.writes_metrics
+    assert args.project == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, False),
+        ({"trackio_static_space_id": "somebody/curves"}, "somebody/curves"),
+        ({"trackio_space_id": "somebody/curves"}, None),
+    ],
+)
+@pytest.mark.parametrize("report_to", [None, "trackio"])
+def test_trackio_uploads_only_to_a_space_that_is_named(
+    tmp_path: Path, report_to: str | None, named: dict[str, Any], expected: Any
+) -> None:
+    args = settings(tmp_path, report_to=report_to, **named)
+    assert args.trackio_static_space_id is expected
+
+
+def test_a_project_that_is_named_keeps_its_name(tmp_path: Path) -> None:
+    assert settings(tmp_path, report_to=None, project="mine").project == "mine"
 
 
 def test_a_run_that_goes_on_replaces_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ POLICY_FILE = "mcp_grpo.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
     """
-    How a policy was prompted in training.
+    How a policy was prompted in training, and on what base model.
 
     Args:
         chat_template_kwargs (`dict[str, Any]`, *optional*):
@@ -21,11 +21,32 @@ class PolicyFacts:
             Schemas of all tools, as the prompts showed them.
         catalog_hash (`str`, *optional*):
             SHA-256 of them.
+        quantization (`dict[str, Any]`, *optional*):
+            What the base model was quantised by when it was loaded, as a `quantization_config`; `None` if it was loaded as
+            it is. See [`quantization_of`].
     """
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
     catalog_hash: str | None = None
+    quantization: dict[str, Any] | None = None
+
+
+def quantization_of(policy: Any) -> dict[str, Any] | None:
+    """
+    What a model was quantised by when it was loaded.
+
+    Args:
+        policy (`PreTrainedModel` or `PeftModel`):
+            The policy, unwrapped.
+
+    Returns:
+        `dict[str, Any]` or `None`: A `quantization_config`; `None` if there is none, or if the base model comes with it.
+    """
+    config: Any = getattr(policy.config, "quantization_config", None)
+    if config is None or getattr(getattr(policy, "hf_quantizer", None), "pre_quantized", False):
+        return None
+    return dict(config) if isinstance(config, dict) else config.to_dict()
 
 
 def write_facts(folder: str | Path, facts: PolicyFacts) -> None:

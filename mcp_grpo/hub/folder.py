@@ -12,6 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcp_grpo.errors import PublishingError
 from mcp_grpo.hub.facts import POLICY_FILE
 from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
@@ -35,13 +37,14 @@ _POLICY_FILES = (
     POLICY_FILE,
     *_TOKENIZER_FILES,
 )
+_OBJECTIVE_FILES = "objective-*.pt"
 _CHECKPOINT_FILES = (
     "optimizer.*",
     "scheduler.pt",
     "scaler.pt",
     "rng_state*.pth",
     "trainer_state.json",
-    "objective-*.pt",
+    _OBJECTIVE_FILES,
 )
 # They come from the base model as they are, and hold so many words that one of them may well be somebody's password.
 _UNTOUCHED = ("tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt")
@@ -131,7 +134,8 @@ def publishable_copy(
     """
     Copy what makes up a policy, and only that, with nothing private in it.
 
-    Left behind are the reference, recordings, logs, completions, pickled settings and whatever else is in the folder. The
+    Left behind are the reference, recordings, logs, completions, pickled settings and whatever else is in the folder. So is
+    the batch of a checkpoint that was saved in the midst of one: a run that goes on from the copy rolls out a new one. The
     name of a base model that is a folder of this machine becomes that of the Hub if it comes from its cache, and is left out
     if not.
 
@@ -162,9 +166,13 @@ def publishable_copy(
             continue
         if file.suffix == ".json":
             _clean_json(copy, private)
-        elif file.suffix in (".md", ".jinja", ".txt"):
+            continue
+        if file.suffix in (".md", ".jinja", ".txt"):
             copy.write_text(private.hide(copy.read_text()))
-        elif private.are_in(copy):
+            continue
+        if fnmatch(file.name, _OBJECTIVE_FILES):
+            _drop_batch(copy)
+        if private.are_in(copy):
             raise PublishingError(
                 f"{file.name} was not uploaded: it holds a secret of the environment or a path of this machine, and cannot be "
                 "cleaned. Take it out of what is saved, or unset the variable if it is none."
@@ -197,6 +205,11 @@ def _clean_json(file: Path, private: PrivateValues) -> None:
     if cleaner is not None:
         cleaner(content)
     file.write_text(private.hide(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")
+
+
+def _drop_batch(file: Path) -> None:
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    torch.save({**state, "batch": None}, file)
 
 
 def _clean_adapter(config: dict[str, Any]) -> None:

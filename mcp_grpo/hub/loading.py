@@ -6,8 +6,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers import AutoQuantizationConfig
 
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.hub.facts import read_facts
 from mcp_grpo.learning import value_head_from_pretrained
 
 
@@ -36,7 +38,9 @@ def load_adapter(
         token (`str`, *optional*):
             For a policy on the Hub that is not public.
         model_kwargs (`Any`):
-            Passed on to `from_pretrained` of the (base) model, such as `dtype` and `device_map`.
+            Passed on to `from_pretrained` of the (base) model, such as `dtype` and `device_map`. A base model that was
+            quantised when it was loaded for training is quantised likewise, unless there is a `quantization_config`;
+            `quantization_config=None` loads it as it is.
 
     Returns:
         `tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]`: The model, in evaluation mode, and its tokenizer.
@@ -54,10 +58,7 @@ def load_adapter(
     """
     folder = local_folder(source, revision=revision, token=token)
     if (folder / "adapter_config.json").is_file():
-        model_id = base_of(folder, base)
-        model: Any = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(model_id, token=token, **model_kwargs), str(folder)
-        )
+        model: Any = PeftModel.from_pretrained(load_base(folder, base, token=token, **model_kwargs), str(folder))
     else:
         if base is not None:
             raise SettingsError(f"{source} is a whole model, not an adapter. Leave `base` out, got {str(base)!r}.")
@@ -65,6 +66,27 @@ def load_adapter(
     if value_head:
         value_head_from_pretrained(model, folder)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def load_base(folder: Path, base: str | Path | None = None, **model_kwargs: Any) -> Any:
+    """
+    The base model of an adapter, quantised as it was in training.
+
+    Args:
+        folder (`Path`):
+            The adapter's folder.
+        base (`str` or `Path`, *optional*):
+            What to take instead of the one that it names.
+        model_kwargs (`Any`):
+            Passed on to `from_pretrained`; see [`load_adapter`].
+
+    Returns:
+        `PreTrainedModel`: The model.
+    """
+    quantization = read_facts(folder).quantization
+    if quantization and "quantization_config" not in model_kwargs:
+        model_kwargs["quantization_config"] = AutoQuantizationConfig.from_dict(quantization)
+    return AutoModelForCausalLM.from_pretrained(base_of(folder, base), **model_kwargs)
 
 
 def local_folder(source: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:

@@ -2,16 +2,18 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.hub.facts import read_facts, write_facts
-from mcp_grpo.hub.loading import base_of, load_adapter, local_folder
+from mcp_grpo.hub.loading import base_of, load_adapter, load_base, local_folder
+from mcp_grpo.rollout.adapter_export import config_problem, max_lora_rank
 
 
 # What a rendered call holds in each format, and the name of vLLM's parser for it. The first that fits is it.
@@ -84,7 +86,9 @@ def serve_command(
     The command that serves a policy by vLLM as it was trained.
 
     It names the chat template of training and what that was given, and the parser that turns the policy's calls into
-    those of the OpenAI API. Without the first, the policy sees other histories than it was trained on.
+    those of the OpenAI API. Without the first, the policy sees other histories than it was trained on. Requests that do not
+    say how to sample are sampled at temperature 1 from all tokens, as by default in training, not by the settings that the
+    base model comes with.
 
     Args:
         source (`str` or `Path`):
@@ -99,13 +103,16 @@ def serve_command(
     Returns:
         `str`: The command, for a shell.
 
+    Raises:
+        [`SettingsError`]: If vLLM would not apply the adapter as it was trained; see [`export_for_serving`].
+
     Example:
 
     ```python
     >>> print(serve_command("outputs/shop"))
-    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop --chat-template \
-outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinking": false}' --enable-auto-tool-choice \
---tool-call-parser hermes
+    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop \
+--generation-config vllm --chat-template outputs/shop/chat_template.jinja --default-chat-template-kwargs \
+'{"enable_thinking": false}' --enable-auto-tool-choice --tool-call-parser hermes
     ```
     """
     folder = local_folder(source, revision=revision)
@@ -113,12 +120,19 @@ outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinki
     words = ["vllm", "serve"]
     if (folder / "adapter_config.json").is_file():
         config: Any = PeftConfig.from_pretrained(str(folder))
-        rank = max([config.r, *(config.rank_pattern or {}).values()])
-        words += [base_of(folder, base), "--enable-lora", "--max-lora-rank", str(_served_rank(rank))]
+        quantization = read_facts(folder).quantization
+        if problem := config_problem(config) or _scale_problem(config) or _quantization_problem(quantization):
+            raise SettingsError(
+                f"vLLM would serve {source} as another policy: {problem}. Call `export_for_serving`, which makes one whole model "
+                "of it."
+            )
+        words += [base_of(folder, base), "--enable-lora", "--max-lora-rank", str(max_lora_rank(config))]
         words += ["--lora-modules", f"{name}={folder}"]
+        words += ["--quantization", "bitsandbytes"] if quantization else []
     else:
         words += [str(folder), "--served-model-name", name]
-    words += ["--chat-template", str(folder / "chat_template.jinja")]
+    # Or requests that name no temperature are sampled by the base model's settings, which training did not use.
+    words += ["--generation-config", "vllm", "--chat-template", str(folder / "chat_template.jinja")]
     if settings := read_facts(folder).chat_template_kwargs:
         words += ["--default-chat-template-kwargs", json.dumps(settings)]
     parser = tool_parser(AutoTokenizer.from_pretrained(folder))
@@ -136,6 +150,9 @@ def export_for_serving(
     """
     Write a policy as one whole model, for servers that take no adapters.
 
+    A base model that was quantised when it was loaded for training is quantised likewise and then written in full, so that
+    the adapter is added to the weights that it was trained on.
+
     Args:
         source (`str` or `Path`):
             Folder of an adapter, or its name on the Hub.
@@ -152,15 +169,30 @@ def export_for_serving(
         `str`: The command that serves it; see [`serve_command`].
     """
     folder = local_folder(source, revision=revision)
-    model, tokenizer = load_adapter(folder, base=base, **model_kwargs)
+    facts = read_facts(folder)
+    if facts.quantization:
+        # Merged into quantised weights, the adapter would be rounded to theirs.
+        model: Any = PeftModel.from_pretrained(load_base(folder, base, **model_kwargs).dequantize(), str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    else:
+        model, tokenizer = load_adapter(folder, base=base, **model_kwargs)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    write_facts(output_dir, read_facts(folder))
+    write_facts(output_dir, replace(facts, quantization=None))
     return serve_command(output_dir)
 
 
-def _served_rank(rank: int) -> int:
-    """The smallest rank that vLLM is built for and that holds an adapter of this one."""
-    return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
+def _quantization_problem(quantization: dict[str, Any] | None) -> str | None:
+    """vLLM quantises what is not quantised yet in one way only."""
+    expected = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    if quantization is None or all(quantization.get(name) == value for name, value in expected.items()):
+        return None
+    return "its base model was quantised otherwise than to nf4 with double quantisation, which is all that vLLM does by itself"
+
+
+def _scale_problem(config: Any) -> str | None:
+    """vLLM scales all layers of an adapter that lies in a folder by one factor."""
+    names = [name for name in ("rank_pattern", "alpha_pattern") if getattr(config, name)]
+    return f"`{names[0]}` scales layers by different factors" if names else None

@@ -24,7 +24,10 @@ _TEMPLATE = """---
 
 It was trained on the chat template that comes with it (`chat_template.jinja`). With another template it sees other
 histories than it was trained on.
-{% if results %}
+{% if quantization %}
+Its base model was quantised when it was loaded for training (the `quantization` of `mcp_grpo.json`). On a base model that is
+not, it is another policy. `load_adapter`, `serve_command` and `export_for_serving` of `mcp_grpo` see to it.
+{% endif %}{% if results %}
 ## Results
 
 {{ results_title }}
@@ -62,7 +65,7 @@ from mcp_grpo import load_adapter
 model, tokenizer = load_adapter("{{ model_id }}"{% if is_adapter and not base_model %}, base="<the base model>"{% endif %})
 ```
 
-{% if is_adapter %}Plain `peft` loads it, too. {% endif %}`mcp_grpo.serve_command("{{ model_id }}")` says how vLLM serves it.
+{% if is_adapter and not quantization %}Plain `peft` loads it, too. {% endif %}`mcp_grpo.serve_command("{{ model_id }}")` says how vLLM serves it.
 
 ## Training
 
@@ -100,6 +103,8 @@ class RunSummary:
             Optimizer steps.
         command (`str`, *optional*):
             What the run was started with.
+        quantization (`Mapping[str, Any]`, *optional*):
+            What the base model was quantised by when it was loaded.
     """
 
     num_tasks: int | None = None
@@ -110,6 +115,7 @@ class RunSummary:
     has_curves: bool = False
     num_steps: int = 0
     command: str | None = None
+    quantization: Mapping[str, Any] | None = None
 
 
 def rewrite_card(
@@ -164,6 +170,7 @@ def rewrite_card(
         has_curves=summary.has_curves,
         num_steps=summary.num_steps,
         command=summary.command,
+        quantization=summary.quantization,
     ).save(path)
 
 

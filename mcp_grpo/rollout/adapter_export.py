@@ -28,10 +28,27 @@ def adapter_problem(policy: Any) -> str | None:
     """
     if not isinstance(policy, PeftModel):
         return "the policy has no adapter"
-    config: Any = policy.peft_config["default"]
+    found = config_problem(policy.peft_config["default"])
+    base: Any = policy.get_base_model()
+    # On a GPU, vLLM leaves it out of the log-probabilities of prompts, by which weights are compared.
+    if found is None and isinstance(base.get_output_embeddings(), LoraLayer):
+        found = "its adapter reaches the output layer"
+    return found
+
+
+def config_problem(config: Any) -> str | None:
+    """
+    Why vLLM cannot apply an adapter with such a configuration.
+
+    Args:
+        config (`PeftConfig`):
+            The adapter's configuration.
+
+    Returns:
+        `str` or `None`: A clause that says what is in the way, or `None` if nothing is.
+    """
     if not isinstance(config, LoraConfig):
         return f"its adapter is {config.peft_type}, not LoRA"
-    base: Any = policy.get_base_model()
     problems = {
         "`bias` is not 'none'": config.bias != "none" or config.lora_bias,
         "`use_dora` is on": config.use_dora,
@@ -39,29 +56,25 @@ def adapter_problem(policy: Any) -> str | None:
         "`target_parameters` are no layers": config.target_parameters,
         "`trainable_token_indices` are rows of an embedding": config.trainable_token_indices,
         "`layer_replication` repeats layers": config.layer_replication,
-        # On a GPU, vLLM leaves it out of the log-probabilities of prompts, by which weights are compared.
-        "its adapter reaches the output layer": isinstance(base.get_output_embeddings(), LoraLayer),
         f"`init_lora_weights={config.init_lora_weights!r}` changes the base model": config.init_lora_weights
         not in _PLAIN_INITS,
+        f"its rank of {_rank(config)} is above {_RANKS[-1]}": _rank(config) > _RANKS[-1],
     }
-    found = next((problem for problem, is_there in problems.items() if is_there), None)
-    if found is None and _rank(policy) > _RANKS[-1]:
-        found = f"its rank of {_rank(policy)} is above {_RANKS[-1]}"
-    return found
+    return next((problem for problem, is_there in problems.items() if is_there), None)
 
 
-def max_lora_rank(policy: PeftModel) -> int:
+def max_lora_rank(config: Any) -> int:
     """
     The rank that vLLM must make room for.
 
     Args:
-        policy (`PeftModel`):
-            The policy.
+        config (`LoraConfig`):
+            The adapter's configuration.
 
     Returns:
         `int`: One of the ranks that vLLM knows.
     """
-    return next(rank for rank in _RANKS if rank >= _rank(policy))
+    return next(rank for rank in _RANKS if rank >= _rank(config))
 
 
 def save_adapter(policy: PeftModel, folder: Path, whole: Any, *, is_writer: bool = True) -> int:
@@ -94,7 +107,7 @@ def save_adapter(policy: PeftModel, folder: Path, whole: Any, *, is_writer: bool
     if is_writer:
         folder.mkdir(parents=True)
         config: Any = deepcopy(policy.peft_config["default"])
-        config.r = config.lora_alpha = _rank(policy)
+        config.r = config.lora_alpha = _rank(config)
         # For readers that know layers of different ranks, as PEFT does: the factor of each is 1.
         config.rank_pattern = config.alpha_pattern = _smaller_ranks(policy)
         config.use_rslora = False
@@ -123,9 +136,8 @@ def _smaller_ranks(policy: PeftModel) -> dict[str, int]:
         for name, module in policy.named_modules()
         if isinstance(module, LoraLayer) and "default" in module.r
     }
-    return {name: rank for name, rank in ranks.items() if rank < _rank(policy)}
+    return {name: rank for name, rank in ranks.items() if rank < _rank(policy.peft_config["default"])}
 
 
-def _rank(policy: PeftModel) -> int:
-    config: Any = policy.peft_config["default"]
-    return max([config.r, *config.rank_pattern.values()])
+def _rank(config: Any) -> int:
+    return max([config.r, *(config.rank_pattern or {}).values()])

@@ -130,7 +130,11 @@ class VLLMBackend(VLLMGeneration):
     def _init_vllm(self) -> None:
         arguments: dict[str, Any] = {}
         if self.sends_adapters:
-            arguments = {"enable_lora": True, "max_lora_rank": max_lora_rank(self._policy), "max_loras": 1}
+            arguments = {
+                "enable_lora": True,
+                "max_lora_rank": max_lora_rank(self._policy.peft_config["default"]),
+                "max_loras": 1,
+            }
         sleeps, is_cpu = self.enable_sleep_mode, self.accelerator.device.type == "cpu"
         if is_cpu:
             arguments |= self._cpu_arguments()

@@ -113,7 +113,7 @@ class Loaded:
 def test_vllm_applies_the_adapter_as_the_policy_does(tmp_path: Path, base: str, engine: Any, number: int) -> None:
     policy = adapted(base, **list(ADAPTERS.values())[number])
     assert adapter_problem(policy) is None
-    assert max_lora_rank(policy) <= 16
+    assert max_lora_rank(policy.peft_config["default"]) <= 16
     save_adapter(policy, tmp_path / "adapter", whole)
     loaded = Loaded(engine, tmp_path / "adapter", 100 + number)
     expected = logps(policy)
@@ -164,7 +164,7 @@ def test_a_process_that_does_not_write_takes_part_and_writes_nothing(tmp_path: P
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_vllm_is_asked_for_a_rank_that_it_knows(base: str, rank: int, room: int) -> None:
-    assert max_lora_rank(adapted(base, r=1, rank_pattern={"q_proj": rank})) == room
+    assert max_lora_rank(adapted(base, r=1, rank_pattern={"q_proj": rank}).peft_config["default"]) == room
 
 
 @pytest.mark.parametrize(

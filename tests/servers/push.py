@@ -2,7 +2,9 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from helpers.runs import settings
@@ -12,10 +14,18 @@ from peft import LoraConfig
 from mcp_grpo import MCPGRPOTrainer, evaluate, exact_answer
 
 
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError(f"Trackio was told to upload: {kwargs}")
+
+
 def main(model: str, output_dir: str, push_value_head: str) -> None:
     servers = {
         "sums": {"command": sys.executable, "args": [str(SERVER)], "env": {"SUMS_KEY": os.environ["CANARY_SUMS_KEY"]}}
     }
+    if find_spec("trackio"):
+        import trackio
+
+        trackio.sync = trackio.freeze = refuse
     (Path(output_dir) / "notes.txt").write_text("mine: " + os.environ["CANARY_NOTE"])
     rows = [{**row, "family": "addition", "difficulty": "easy"} for row in ROWS]
     args = settings(
@@ -30,6 +40,7 @@ def main(model: str, output_dir: str, push_value_head: str) -> None:
         save_steps=1,
         hub_always_push=True,
         log_completions=True,
+        report_to=None,
         advantage_mode="hybrid",
         beta=0.05,
         ref_sync="ema",
