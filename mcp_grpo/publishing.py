@@ -29,7 +29,15 @@ from mcp_grpo.hub import (
 )
 from mcp_grpo.learning import load_value_head, save_value_head, without_value_head
 from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
-from mcp_grpo.monitor import METRICS_FILE, MetricsFile, RunSummary, plot_curves, rewrite_card, trajectory_columns
+from mcp_grpo.monitor import (
+    METRICS_FILE,
+    MetricsFile,
+    RunSummary,
+    TrackioScope,
+    plot_curves,
+    rewrite_card,
+    trajectory_columns,
+)
 from mcp_grpo.objective import ObjectiveTrainer
 from mcp_grpo.rollout import Renderer, RolloutEngine
 from mcp_grpo.types import Trajectory
@@ -58,6 +66,7 @@ class PublishingTrainer(ObjectiveTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         if args.writes_metrics:
             self.add_callback(MetricsFile(Path(cast("str", args.output_dir)) / METRICS_FILE))
+        self.add_callback(TrackioScope(args))
 
     # ---- What others see ----
 

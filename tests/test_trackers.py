@@ -130,7 +130,9 @@ folder, model, report_to = sys.argv[1:]
 lora = LoraConfig(r=4, target_modules="all-linear")
 settings = {"report_to": None if report_to == "default" else report_to, "log_completions": True, "project": "sums"}
 with make_trainer(Path(folder), model, peft_config=lora, run_name="adding", **settings) as trainer:
+    trainer.evaluate(trainer.train_dataset.select(range(2)))  # before Trackio's run is open, and after it is closed
     trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(2)))
 """
 
 

@@ -6,6 +6,7 @@ from mcp_grpo.monitor.metrics_file import METRICS_FILE, MetricsFile
 from mcp_grpo.monitor.profile import Phases, profile_table
 from mcp_grpo.monitor.progress import TrainingProgress
 from mcp_grpo.monitor.tables import trajectory_columns
+from mcp_grpo.monitor.trackio_scope import TrackioScope
 from mcp_grpo.monitor.trajectory_log import TrajectoryLog
 
 
@@ -14,6 +15,7 @@ __all__ = [
     "MetricsFile",
     "Phases",
     "RunSummary",
+    "TrackioScope",
     "TrainingProgress",
     "TrajectoryLog",
     "plot_curves",
