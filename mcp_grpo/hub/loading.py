@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.quantizers import AutoQuantizationConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.hub.facts import read_facts
