@@ -312,7 +312,7 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
     )
     (tmp_path / "train.sbatch").write_text(script)
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "VENV"},  # `make` may have set it
         "PATH": f"{programs}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
         "SLURM_JOB_ID": "1",

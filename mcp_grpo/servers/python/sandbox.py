@@ -227,6 +227,8 @@ class Bubblewrap(Sandbox):
         options += ["--info-fd", str(info)]
         for name, value in _environment().items():
             options += ["--setenv", name, value]
+        # First, because Python itself may be in a folder below it.
+        options += ["--size", str(self.limits.max_files_mib << 20), "--tmpfs", "/tmp"]
         for folder in visible.stdlib:
             options += ["--ro-bind", folder, folder]
         for folder in visible.hidden():
@@ -240,7 +242,6 @@ class Bubblewrap(Sandbox):
         options += ["--ro-bind", str(_RUNNER), "/runner.py"]
         for folder in visible.hidden():
             options += ["--remount-ro", folder]
-        options += ["--size", str(self.limits.max_files_mib << 20), "--tmpfs", "/tmp"]
         return [self._tool, *options, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
