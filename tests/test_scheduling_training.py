@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from datasets import Dataset
+from helpers.processes import left_behind
 from helpers.runs import settings
 from helpers.sums import ROWS
 
@@ -62,7 +62,7 @@ def test_stragglers_are_not_learnt_from_and_are_no_failures(
     assert logged["rollout/tokens_per_second"] > 0
     assert logged["rollout/queue_seconds"] > 0
     assert "Rolling out: " in capsys.readouterr().err
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 def test_a_batch_that_ran_out_of_time_counts_as_failed_and_says_what_to_do(tmp_path: Path, adding_model: str) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from datasets import Dataset
 from helpers.families import family_tokenizer
 from helpers.policies import save_tiny_model
+from helpers.processes import left_behind
 from helpers.runs import settings as config
 from helpers.sums import ROWS, SERVER, SERVERS
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -91,7 +91,7 @@ def test_it_trains_an_adapter_on_a_real_server(tmp_path: Path, adding_model: str
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
     assert tokenizer.chat_template == trainer._renderer.chat_template
     assert trainer.processing_class.chat_template != tokenizer.chat_template  # the user's own is left as it was
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 class Ratios(MCPGRPOTrainer):
@@ -383,7 +383,7 @@ def refuse(
     with pytest.raises(error) as caught:
         MCPGRPOTrainer("no-such-model", exact_answer, args, Dataset.from_list(rows or ROWS), servers=servers, **kwargs)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 def test_a_row_without_the_needed_columns_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_tools_that_fill_the_model_s_context_are_refused_with_their_number_of_to
     model = save_tiny_model(tmp_path / "model", max_position_embeddings=256)
     with pytest.raises(CatalogError, match=r"has \d+ tokens, \d+ of them for its 1 tools \(.*\), .* holds 256"):
         MCPGRPOTrainer(model, exact_answer, config(tmp_path), DATASET, servers=SERVERS)
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 def test_a_server_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:

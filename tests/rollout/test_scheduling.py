@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
 import pytest
 import torch
 from helpers.families import end_of_turn_ids, family_tokenizer
+from helpers.processes import left_behind
 from helpers.runs import settings
 
 from mcp_grpo.config import check_without_servers
@@ -94,7 +94,7 @@ def opened(**extension: Any) -> Iterator[RolloutEngine]:
         yield engine
     finally:
         engine.close()
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 def rolled_out(

@@ -17,6 +17,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from helpers.processes import left_behind
 
 from mcp_grpo.tools import ServerConfig, ToolPool, reaper
 from mcp_grpo.types import ToolCall
@@ -111,7 +112,7 @@ async def test_a_closed_pool_leaves_no_watchdog_no_thread_and_no_file(rogue: Rog
         while held() != before:
             await anyio.sleep(0.02)
     assert held() == before
-    assert not psutil.Process().children()
+    assert not left_behind()
 
 
 @pytest.mark.anyio
