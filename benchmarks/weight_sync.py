@@ -96,7 +96,7 @@ def measure(arguments: Arguments, shape: str, kind: str, folder: Path) -> dict[s
     from helpers.families import family_tokenizer
     from peft import LoraConfig, get_peft_model
 
-    from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings, _chosen
+    from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings, chosen_weight_sync
 
     # The engine makes up its own weights: what is in the folder is only the shape.
     path = save_random_model(folder / "model", shape, arguments.device, weights=False)
@@ -148,7 +148,7 @@ def measure(arguments: Arguments, shape: str, kind: str, folder: Path) -> dict[s
         "sync_seconds": sync_seconds[1:],
         "bytes": backend.bytes_sent,
         "tokens_per_second": rates[1:],
-        "auto": _chosen("auto", model, "colocate"),
+        "auto": chosen_weight_sync("auto", model, "colocate"),
         "device": device_name(arguments.device),
         "versions": versions(),
     }

@@ -67,7 +67,7 @@ class VLLMBackend(VLLMGeneration):
 
     def __init__(self, *, settings: VLLMSettings, **kwargs: Any) -> None:
         self._settings = settings
-        self.weight_sync = _chosen(settings.weight_sync, kwargs["model"], kwargs["mode"])
+        self.weight_sync = chosen_weight_sync(settings.weight_sync, kwargs["model"], kwargs["mode"])
         self.bytes_sent = 0
         self._version = 0
         self._adapter: Any = None
@@ -218,7 +218,21 @@ class VLLMBackend(VLLMGeneration):
         return folder
 
 
-def _chosen(weight_sync: WeightSync, policy: Any, mode: str) -> str:
+def chosen_weight_sync(weight_sync: WeightSync, policy: Any, mode: str) -> str:
+    """
+    How weights get to vLLM.
+
+    Args:
+        weight_sync (`str`):
+            What was asked for: `"auto"`, `"merge"` or `"adapter"`.
+        policy (`PreTrainedModel` or `PeftModel`):
+            Whose weights.
+        mode (`str`):
+            `"colocate"` or `"server"`.
+
+    Returns:
+        `str`: `"merge"` or `"adapter"`. Raises [`SettingsError`] if what was asked for is not possible.
+    """
     problem = adapter_problem(policy)
     is_quantized = getattr(policy.config, "quantization_config", None) is not None
     if is_quantized and (weight_sync == "merge" or problem is not None):

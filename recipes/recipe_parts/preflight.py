@@ -14,7 +14,7 @@ from trl import get_peft_config
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.config import check_arguments
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.rollout.vllm_backend import _chosen
+from mcp_grpo.rollout.vllm_backend import chosen_weight_sync
 from mcp_grpo.tasks import tasks_from_rows
 from recipe_parts.stand_in import QWEN3_CONTEXT, config_of, save_stand_in, tokenizer_of
 
@@ -165,7 +165,7 @@ def _checked_adapter(config: MCPGRPOConfig, model: Any, policy: Any, saved_quant
                 bnb_4bit_quant_type=model.bnb_4bit_quant_type,
                 bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
             )
-        sync = _chosen(config.weight_sync, policy, config.vllm_mode)
+        sync = chosen_weight_sync(config.weight_sync, policy, config.vllm_mode)
         return [f"weights: vLLM gets {'the adapter' if sync == 'adapter' else 'whole weights'} after each update"]
     return []
 

@@ -1,7 +1,6 @@
 """The tools of the finance server, with the names and parameters of Financial Modeling Prep's MCP server."""
 
 import functools
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import date, timedelta
@@ -13,7 +12,7 @@ from mcp.types import ToolAnnotations
 from pydantic import Field
 
 from mcp_grpo.servers.finance.backend import MAX_DAYS, FinanceBackend, IncomePeriod, MetricsPeriod, Record
-from mcp_grpo.servers.serving import DeskServer
+from mcp_grpo.servers.serving import DeskServer, compact
 
 
 USUAL_DAYS = 30
@@ -60,24 +59,24 @@ def _add_companies(tool: ToolMaker, backend: FinanceBackend) -> None:
     @tool(name="searchSymbol", description="Find listings by part of their ticker symbol.")
     async def search_symbol(query: str, limit: Limit = 10, exchange: Exchange = "") -> str:
         found = await backend.search_symbol(_text(query, "query"), _limit(limit, MAX_FOUND), exchange.strip() or None)
-        return _json(found)
+        return compact(found)
 
     @tool(name="searchName", description="Find listings by words of the company's name.")
     async def search_name(query: str, limit: Limit = 10, exchange: Exchange = "") -> str:
         found = await backend.search_name(_text(query, "query"), _limit(limit, MAX_FOUND), exchange.strip() or None)
-        return _json(found)
+        return compact(found)
 
     @tool(
         name="getCompanyProfile", description="Who a company is: sector, country, CEO, employees, fiscal year, status."
     )
     async def company_profile(symbol: Symbol) -> str:
-        return _json(await backend.company_profile(_symbol(symbol)))
+        return compact(await backend.company_profile(_symbol(symbol)))
 
 
 def _add_prices(tool: ToolMaker, backend: FinanceBackend) -> None:
     @tool(name="getQuote", description="Latest price of a listing, with the day's and the year's range.")
     async def quote(symbol: Symbol) -> str:
-        return _json(await backend.quote(_symbol(symbol)))
+        return compact(await backend.quote(_symbol(symbol)))
 
     @tool(
         name="getFullChart",
@@ -99,7 +98,7 @@ def _add_prices(tool: ToolMaker, backend: FinanceBackend) -> None:
 
     @tool(name="getStockSplits", description="Stock splits of a listing, newest first.")
     async def stock_splits(symbol: Symbol, limit: Limit = 10) -> str:
-        return _json(await backend.stock_splits(_symbol(symbol), _limit(limit, MAX_PERIODS)))
+        return compact(await backend.stock_splits(_symbol(symbol), _limit(limit, MAX_PERIODS)))
 
 
 def _add_figures(tool: ToolMaker, backend: FinanceBackend) -> None:
@@ -108,13 +107,13 @@ def _add_figures(tool: ToolMaker, backend: FinanceBackend) -> None:
         description="Income statements as they stand today, newest first: whole years (FY), or one quarter of each year.",
     )
     async def income_statement(symbol: Symbol, limit: Limit = 4, period: IncomePeriod = "FY") -> str:
-        return _json(await backend.income_statement(_symbol(symbol), _limit(limit, MAX_PERIODS), period))
+        return compact(await backend.income_statement(_symbol(symbol), _limit(limit, MAX_PERIODS), period))
 
     @tool(
         name="getKeyMetrics", description="Margins, per-share figures and market value by fiscal period, newest first."
     )
     async def key_metrics(symbol: Symbol, limit: Limit = 4, period: MetricsPeriod = "FY") -> str:
-        return _json(await backend.key_metrics(_symbol(symbol), _limit(limit, MAX_PERIODS), period))
+        return compact(await backend.key_metrics(_symbol(symbol), _limit(limit, MAX_PERIODS), period))
 
 
 def _with_from(function: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
@@ -127,15 +126,11 @@ def _with_from(function: Callable[..., Awaitable[str]]) -> Callable[..., Awaitab
     return renamed
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
 def _chart(symbol: str, start: str, end: str, bars: list[Record]) -> str:
     """Prices as rows under one list of names: half the length of a record per day."""
     if not bars:
-        return _json({"symbol": symbol, "prices": [], "note": f"Not traded on any day from {start} to {end}."})
-    return _json({"symbol": symbol, "columns": BAR, "prices": [[bar[name] for name in BAR] for bar in bars]})
+        return compact({"symbol": symbol, "prices": [], "note": f"Not traded on any day from {start} to {end}."})
+    return compact({"symbol": symbol, "columns": BAR, "prices": [[bar[name] for name in BAR] for bar in bars]})
 
 
 def _text(value: str, name: str) -> str:

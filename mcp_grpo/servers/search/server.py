@@ -1,7 +1,6 @@
 """The tools of the search server, with the names and parameters of Tavily's MCP server."""
 
 import functools
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import date
@@ -20,7 +19,7 @@ from mcp_grpo.servers.search.backend import (
     SearchRequest,
     TimeRange,
 )
-from mcp_grpo.servers.serving import DeskServer
+from mcp_grpo.servers.serving import DeskServer, compact
 
 
 MAX_URLS = 20
@@ -83,7 +82,7 @@ def make_server(backend: SearchBackend) -> MCPServer:
             exclude_domains=tuple(exclude_domains),
         )
         found = await backend.search(request)
-        return _json({"results": found} if found else {"results": [], "note": "No page matches. Try other words."})
+        return compact({"results": found} if found else {"results": [], "note": "No page matches. Try other words."})
 
     @tool(name="tavily_extract", description=f"Read pages by their addresses, at most {MAX_URLS}.")
     async def extract(
@@ -100,20 +99,16 @@ def make_server(backend: SearchBackend) -> MCPServer:
                 f"{one.get('url', 'a page')}: {one.get('error', 'it was not read')}" for one in failed
             )
             raise ToolError(f"No page could be read. {problems}. Use addresses that tavily_search returned.")
-        return _json({"results": read, "failed_results": failed} if failed else {"results": read})
+        return compact({"results": read, "failed_results": failed} if failed else {"results": read})
 
     @tool(
         name="tavily_qna",
         description="A short answer from the best page found, and its address. It may be out of date.",
     )
     async def qna(query: str) -> str:
-        return _json(await backend.qna(_text(query)))
+        return compact(await backend.qna(_text(query)))
 
     return server
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _text(query: str) -> str:
