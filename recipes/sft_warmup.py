@@ -27,10 +27,17 @@ from datasets import Dataset
 from peft import PeftModel
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
-from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl import (
+    ModelConfig,
+    SFTConfig,
+    SFTTrainer,
+    clone_chat_template,
+    get_peft_config,
+    get_quantization_config,
+)
 
 from mcp_grpo import Task, ToolPool
 from mcp_grpo.errors import MCPGRPOError, SettingsError
@@ -186,7 +193,25 @@ def main(arguments: list[str]) -> SFTTrainer:
         raise SettingsError("Which model? Set `model_name_or_path`.")
     config.output_dir = settings["output_dir"] = config.output_dir or "outputs/sft_warmup"
     folder = Path(config.output_dir)
+    init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
+    }
+    policy: Any = model.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    if config.chat_template_path is None:
+        config.model_init_kwargs = init_kwargs
+    else:
+        if model.use_peft:
+            raise SettingsError(
+                "`chat_template_path` gives the model tokens that it has never seen, and an adapter does not train their "
+                "embeddings. Leave `use_peft` out, so that all weights are trained, or `chat_template_path`."
+            )
+        policy = AutoModelForCausalLM.from_pretrained(policy, **init_kwargs)
+        take_chat_template(policy, tokenizer, config.chat_template_path)
+        config.chat_template_path = config.model_init_kwargs = None  # done
     renderer = Renderer(
         tokenizer,
         end_of_turn_ids=[tokenizer.eos_token_id],
@@ -207,16 +232,10 @@ def main(arguments: list[str]) -> SFTTrainer:
             max_length=config.max_length,
         )
     [dataset] = broadcast_object_list(made)
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
     # With it, the policy is served as it was trained.
     tokenizer.chat_template = renderer.chat_template or tokenizer.chat_template
     trainer = SFTTrainer(
-        model.model_name_or_path,
+        policy,
         config,
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -228,10 +247,28 @@ def main(arguments: list[str]) -> SFTTrainer:
     if trainer.is_world_process_zero():
         write_settings(settings, folder / "config.yaml")
         if model.use_peft:  # reinforcement learning starts with an adapter of its own
-            save_merged(model.model_name_or_path, config.model_init_kwargs, folder)
+            save_merged(model.model_name_or_path, init_kwargs, folder)
             tokenizer.save_pretrained(folder / "merged")
     trainer.accelerator.wait_for_everyone()
     return trainer
+
+
+def take_chat_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """
+    Give a model that knows no tools a chat template that does, with the tokens that go with it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model. Gets embeddings for tokens that are new.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        source (`str`):
+            A Jinja file, or the model or folder whose tokenizer has the template.
+    """
+    if source.endswith((".jinja", ".j2")):
+        tokenizer.chat_template = Path(source).read_text()
+    else:
+        clone_chat_template(model, tokenizer, source)
 
 
 def save_merged(name: str, model_init_kwargs: dict[str, Any], folder: Path) -> None:

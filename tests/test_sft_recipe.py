@@ -15,8 +15,10 @@ from helpers.ranks import launch
 from helpers.runs import make_trainer
 from helpers.sums import CALL, ROWS, SERVERS, TEMPLATE_KWARGS
 from peft import PeftModel
+from recipe_parts.stand_in import SPECIAL_TOKENS, STAND_IN, TAGS, save_stand_in, tokenizer_of
 from servers.sums import server
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from mcp_grpo import Task, ToolPool
 from mcp_grpo.errors import SettingsError, TemplateError
@@ -222,3 +224,57 @@ def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(
     _, _, arguments = warm
     with pytest.raises(SettingsError, match="nothing to imitate"):
         sft_warmup.main([*arguments, "--max_length", "50"])
+
+
+@pytest.fixture(scope="module")
+def toolless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model whose chat template knows no tools, and whose tokenizer has no tokens for them."""
+    folder = tmp_path_factory.mktemp("toolless")
+    tokenizer, _ = tokenizer_of(STAND_IN)
+    letters = {token: i for token, i in tokenizer.get_vocab().items() if i < 256}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer, backend.decoder = tokenizer.backend_tokenizer.pre_tokenizer, decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    )
+    assert not set(TAGS) & set(plain.get_vocab())
+    save_stand_in(str(folder), plain)
+    return str(folder)
+
+
+@pytest.mark.parametrize("source", ["a tokenizer", "a file"])
+def test_a_model_that_knows_no_tools_gets_a_template_that_does(
+    warm: tuple[Path, Any, list[str]], toolless: str, tmp_path: Path, source: str
+) -> None:
+    _, _, arguments = warm
+    tokenizer, _ = tokenizer_of(STAND_IN)
+    if source == "a tokenizer":
+        tokenizer.save_pretrained(tmp_path / "source")
+        path = tmp_path / "source"
+    else:
+        path = tmp_path / "qwen3.jinja"
+        path.write_text(tokenizer.chat_template)
+    changed = ["--model_name_or_path", toolless, "--chat_template_path", str(path), "--max_steps", "1"]
+    out = tmp_path / "out"
+    trainer = sft_warmup.main([*arguments, *changed, "--output_dir", str(out)])
+    batch = next(iter(trainer.get_train_dataloader()))
+    taught = trainer.processing_class.decode(batch["input_ids"][0])
+    assert all(part in taught for part in ("# Tools", "<tool_call>", "<tool_response>"))
+    saved = AutoTokenizer.from_pretrained(out)
+    is_one_token = {tag: len(saved(tag, add_special_tokens=False)["input_ids"]) == 1 for tag in TAGS}
+    assert set(is_one_token.values()) == {source == "a tokenizer"}
+    assert AutoModelForCausalLM.from_pretrained(out).get_input_embeddings().num_embeddings >= len(saved)
+    with make_trainer(tmp_path / "rl", str(out), max_steps=1) as trained:
+        task = Task(task_id="sum", prompt=({"role": "user", "content": "2+3?"},))
+        [trajectory] = trained.roll_out([task], num_generations=1)
+    assert saved.decode(trajectory.prompt_ids) in taught
+
+
+def test_an_adapter_cannot_learn_new_tokens(warm: tuple[Path, Any, list[str]], toolless: str) -> None:
+    _, _, arguments = warm
+    with pytest.raises(SettingsError, match="Leave `use_peft` out"):
+        sft_warmup.main([*arguments, "--chat_template_path", toolless, "--use_peft", "true"])
