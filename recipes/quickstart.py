@@ -131,6 +131,7 @@ def make_config(output_dir: Path, seed: int, **settings: Any) -> MCPGRPOConfig:
         warmup_steps=2,
         per_device_train_batch_size=64,
         num_generations=8,
+        gradient_checkpointing=False,  # a model this small has the memory
         max_completion_length=200,
         scale_rewards="none",
         chat_template_kwargs=CHAT_TEMPLATE_KWARGS,

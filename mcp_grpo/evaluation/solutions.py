@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from anyio.from_thread import start_blocking_portal
 
 from mcp_grpo.errors import TaskFormatError, ToolServerError
 from mcp_grpo.rewards.task import is_done
@@ -65,7 +66,8 @@ def run_solutions(tasks: Sequence[Task], servers: Any, *, timeout: float = 120.0
                 f"Task {task.task_id!r} has no `{COLUMN}` to run. Tasks of `mcp-grpo tasks build` have one; write one for "
                 "yours, or leave them out."
             )
-    return anyio.run(_run_all, tasks, servers, timeout)
+    with start_blocking_portal(name="mcp-grpo-solutions") as portal:  # a notebook has a loop in this thread already
+        return portal.call(_run_all, tasks, servers, timeout)
 
 
 async def _run_all(tasks: Sequence[Task], servers: Any, timeout: float) -> list[Solution]:

@@ -65,7 +65,9 @@ def build_tokenizer(
     return _wrap(backend)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, hidden_size: int = 128, num_layers: int = 3
+) -> Qwen3ForCausalLM:
     """
     Make a small Qwen3 with random weights.
 
@@ -74,6 +76,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
             Tokenizer it is to read.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
+        hidden_size (`int`, *optional*, defaults to `128`):
+            Width of the residual stream.
+        num_layers (`int`, *optional*, defaults to `3`):
+            Number of layers.
 
     Returns:
         [`~transformers.Qwen3ForCausalLM`]: The model.
@@ -81,9 +87,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
     set_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

@@ -9,6 +9,7 @@ nothing else.
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from statistics import mean
 from typing import Any
 
@@ -86,6 +87,8 @@ def warm_up(
     rows: Sequence[Row],
     tools: Sequence[Tool],
     *,
+    copy_lengths: Sequence[int] = (24,),
+    max_copy_steps: int = 600,
     num_noisy_steps: int = 60,
     batch_size: int = 16,
     learning_rate: float = 3e-3,
@@ -109,6 +112,11 @@ def warm_up(
             Tasks to train on, from [`build_tasks`].
         tools (`Sequence[Tool]`):
             Function schemas of the tools, in the form and order in which the rollout passes them to the chat template.
+        copy_lengths (`Sequence[int]`, *optional*, defaults to `(24,)`):
+            Number of random tokens before they are repeated, by turns. The distances over which the solutions copy, where
+            those are always the same, are learnt from much sooner.
+        max_copy_steps (`int`, *optional*, defaults to `600`):
+            Most steps with random tokens.
         num_noisy_steps (`int`, *optional*, defaults to `60`):
             Number of steps with noisy solutions, over which the learning rate falls to zero from a third of its value:
             a higher one wipes out what a question asks for, instead of blurring it.
@@ -125,12 +133,12 @@ def warm_up(
             Seed of the tokens to repeat, of the order of tasks and of the noise.
     """
     rng, builder = random.Random(seed), SampleBuilder(tokenizer, tools)
-    generator = torch.Generator().manual_seed(seed)
+    generator, lengths = torch.Generator().manual_seed(seed), cycle(copy_lengths)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 30, total_iters=30)
 
     def repetition() -> torch.Tensor:
-        return _repetition_loss(model, len(tokenizer), generator)
+        return _repetition_loss(model, len(tokenizer), next(lengths), generator)
 
     def solutions(noise: float) -> torch.Tensor:
         chosen = rng.choices(rows, k=batch_size)
@@ -138,7 +146,7 @@ def warm_up(
         return _solution_loss(model, batch, tokenizer.pad_token_id)
 
     model.train()
-    _learn("Learning to copy", repetition, optimizer, ramp, max_steps=600, target_loss=0.05)
+    _learn("Learning to copy", repetition, optimizer, ramp, max_steps=max_copy_steps, target_loss=0.05)
     _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=target_loss)
     optimizer.param_groups[0]["lr"] = learning_rate / 3
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_noisy_steps)
@@ -172,7 +180,7 @@ def _learn(
 
 
 def _repetition_loss(
-    model: PreTrainedModel, vocab_size: int, generator: torch.Generator, num_rows: int = 32, length: int = 24
+    model: PreTrainedModel, vocab_size: int, length: int, generator: torch.Generator, num_rows: int = 32
 ) -> torch.Tensor:
     """Mean loss over the second of two equal runs of random tokens."""
     run = torch.randint(vocab_size, (num_rows, length), generator=generator)
