@@ -23,9 +23,9 @@ def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
         "vllm_engine_kwargs": ENGINE,
         "weight_sync": weight_sync,
     }
-    finished = launch("train_ranks.py", wide_adding_model, tmp_path, "none", json.dumps(changes))
+    finished = launch("train_ranks.py", wide_adding_model, tmp_path, json.dumps({"run": changes}))
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
     history = [entry for entry in first["history"] if "reward" in entry]
     assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)
