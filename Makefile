@@ -13,11 +13,11 @@ quickstart: $(VENV)/installed  ## Make the environment and train a small model o
 
 test: $(VENV)/installed  ## Make the environment and run the tests
 	@$(BIN)/python tests/install_vllm.py
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
 	@$(BIN)/python tests/install_vllm.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
 	$(BIN)/python tests/peers/install.py

@@ -29,6 +29,25 @@ from helpers.sums import SERVERS, save_adding_model
 from mcp_grpo import ToolPool
 
 
+LONG = (
+    "test_vllm_training.py",
+    "test_vllm_server.py",
+    "test_vllm_ranks.py",
+    "test_serving.py",
+    "test_trainer.py",
+    "test_ranks.py",
+    "test_sft_recipe.py",
+    "test_grpo_recipe.py",
+    "test_objective.py",
+    "test_faults.py",
+    "test_readme.py",
+    "test_cli.py",
+    "test_part_ranks.py",
+    "test_interrupt.py",
+)
+"""Files that take half a minute or more. They come first, so that no process is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("vllm") is None:
         reason = "needs vLLM: `make test` installs it where it can, `python tests/install_vllm.py` says why it cannot"
@@ -37,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
     # Last, because a vLLM server may be up then, and others look whether processes are left.
     paths = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: item.path in paths)
+    ranks = {name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: (item.path in paths, ranks.get(item.path.name, len(ranks))))
 
 
 @pytest.fixture(scope="module", autouse=True)

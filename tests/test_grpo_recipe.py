@@ -8,6 +8,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from safetensors.torch import load_file
 
 import mcp_grpo.rewards
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.servers import desk_servers
+from mcp_grpo.tasks.desk import build_tasks
 
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +69,39 @@ def own(tmp_path: Path) -> list[str]:
     ]
 
 
+built_tasks = cache(build_tasks)
+
+
+def address(server: subprocess.Popen[str]) -> str:
+    """What a server over HTTP says that it listens on."""
+    assert server.stderr
+    return next(line.strip() for line in server.stderr if line.startswith("http"))
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[dict[str, Any]]:
+    """The desk's servers over HTTP, for all that ask: they take seconds to start."""
+    servers = desk_servers()["mcpServers"]
+    running = {}
+    with ExitStack() as stack:
+        for name, server in servers.items():
+            command = [server["command"], *server["args"], "--transport", "http", "--port", "0"]
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.terminate)
+            running[name] = process
+        urls = {name: address(process) for name, process in running.items()}
+        options = {name: {"x-mcp-grpo": server["x-mcp-grpo"]} for name, server in servers.items()}
+        yield {"mcpServers": {name: {"type": "http", "url": url} | options[name] for name, url in urls.items()}}
+
+
+@pytest.fixture
+def shared_desk(desk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's desk is the one that runs already, and tasks are not built anew."""
+    monkeypatch.setattr("recipe_parts.desk.desk_servers", lambda **options: desk)
+    monkeypatch.setattr("recipe_parts.desk.build_tasks", built_tasks)
+
+
 def test_there_is_a_configuration_for_everything_promised() -> None:
     names = {path.stem for path in CONFIGS}
     assert names == {
@@ -85,8 +123,10 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_weights(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
+    if path.stem != "cpu_debug":  # which starts all for itself
+        request.getfixturevalue("shared_desk")
     assert (
         grpo_qwen3.main(["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]) is None
     )
@@ -296,7 +336,7 @@ FAKES = {
 
 
 @pytest.mark.parametrize(
-    ("training", "status"), [("sleep 1; exit 0", 0), ("sleep 1; exit 7", 7), ("exec sleep 600", 143)]
+    ("training", "status"), [("sleep 0.2; exit 0", 0), ("sleep 0.2; exit 7", 7), ("exec sleep 600", 143)]
 )
 def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, training: str, status: int) -> None:
     programs = tmp_path / "bin"
@@ -307,9 +347,9 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
         text = text.replace("8000", str(port + 1)) if name == "vllm" else text
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod((programs / name).stat().st_mode | stat.S_IXUSR)
-    script = (
-        (ROOT / "recipes" / "slurm" / "train.sbatch").read_text().replace("VLLM_PORT=8000", f"VLLM_PORT={port + 1}")
-    )
+    script = (ROOT / "recipes" / "slurm" / "train.sbatch").read_text()
+    assert "sleep 2" in script
+    script = script.replace("VLLM_PORT=8000", f"VLLM_PORT={port + 1}").replace("sleep 2", "sleep 0.2")
     (tmp_path / "train.sbatch").write_text(script)
     environment = {
         **{name: value for name, value in os.environ.items() if name != "VENV"},  # `make` may have set it

@@ -1,10 +1,13 @@
 """However a run is ended, it ends soon, and no server outlives it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,57 +28,77 @@ def wait_for(condition, seconds: float) -> bool:
     return False
 
 
-def started(mark: Path) -> list[psutil.Process]:
-    """Processes that were given this folder as an argument."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(str(mark) in argument for argument in process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+@dataclass
+class Run:
+    """A run of `servers/train.py`."""
+
+    program: subprocess.Popen[str]
+    pid: int
+    folder: Path
+
+    def processes(self) -> list[psutil.Process]:
+        """The run, and servers: processes that were given its folder as an argument."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid == self.pid or any(str(self.folder) in argument for argument in process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait(self) -> int:
+        """How it ended."""
+        assert self.program.stdout
+        return int(self.program.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[subprocess.Popen[str]]:
+    """What starts runs at once, once it has imported all that they need."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as program:
+        yield program
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest):
+def run(tmp_path: Path, program: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Run]:
     """A run in the middle of a rollout: waiting for a tool, or generating."""
     called = tmp_path / "called"
     if request.param == "tool":
         model, ready = request.getfixturevalue("adding_model"), called
     else:
         model, ready = save_tiny_model(tmp_path / "model"), tmp_path / "started"
-    command = [sys.executable, str(SCRIPT), model, str(tmp_path), str(SERVER), "--hang", str(called)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    assert program.stdin
+    assert program.stdout
+    program.stdin.write(json.dumps([model, str(tmp_path), str(SERVER), "--hang", str(called)]) + "\n")
+    program.stdin.flush()
+    run = Run(program, int(program.stdout.readline()), tmp_path)
     try:
-        wait_for(lambda: ready.exists() or process.poll() is not None, 120)
+        wait_for(lambda: ready.exists() or not psutil.pid_exists(run.pid), 120)
         assert ready.exists(), (tmp_path / "log").read_text()
         time.sleep(0.5 if request.param == "generation" else 0)  # the step has begun; let it get into generation
-        assert len(started(tmp_path)) >= 2  # the run and its server
-        yield process, tmp_path
+        assert len(run.processes()) >= 2  # the run and its server
+        yield run
     finally:
-        for left in started(tmp_path):
+        for left in run.processes():
             left.kill()
-        process.wait(10)
 
 
 @pytest.mark.parametrize("run", ["tool", "generation"], indirect=True)
-def test_ctrl_c_ends_a_rollout_soon_and_leaves_no_child(run: tuple[subprocess.Popen, Path]) -> None:
-    process, folder = run
-    process.send_signal(signal.SIGINT)
+def test_ctrl_c_ends_a_rollout_soon_and_leaves_no_child(run: Run) -> None:
+    os.kill(run.pid, signal.SIGINT)
     # To end the interpreter alone takes seconds, with all that TRL imports.
-    assert wait_for(lambda: not started(folder), 20), f"left: {started(folder)}\n{(folder / 'log').read_text()}"
-    assert process.wait(1) != 0
-    assert "KeyboardInterrupt" in (folder / "log").read_text()
+    assert wait_for(lambda: not run.processes(), 20), f"left: {run.processes()}\n{(run.folder / 'log').read_text()}"
+    assert run.wait() != 0
+    assert "KeyboardInterrupt" in (run.folder / "log").read_text()
 
 
 @pytest.mark.parametrize("run", ["tool"], indirect=True)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_servers_do_not_outlive_a_run_that_is_killed(run: tuple[subprocess.Popen, Path], signum: int) -> None:
-    process, folder = run
-    process.send_signal(signum)
-    process.wait(5)
+def test_servers_do_not_outlive_a_run_that_is_killed(run: Run, signum: int) -> None:
+    os.kill(run.pid, signum)
     # To end the interpreter alone takes seconds, with all that TRL imports.
-    assert wait_for(lambda: not started(folder), 20), f"left: {started(folder)}"
+    assert wait_for(lambda: not run.processes(), 20), f"left: {run.processes()}"
+    assert run.wait() != 0

@@ -11,63 +11,7 @@ from helpers.ranks import launch
 
 
 DEEPSPEED = find_spec("deepspeed") is not None
-
-
-def run(
-    folder: Path, model: str, dying_rank: str = "none", changes: dict[str, Any] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return launch("train_ranks.py", model, folder, dying_rank, json.dumps(changes or {}))
-
-
-def test_two_processes_train_one_policy_on_groups_that_span_them(tmp_path: Path, adding_model: str) -> None:
-    finished = run(tmp_path, adding_model)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["weights"] == second["weights"]
-    assert len(set(first["tasks"] + second["tasks"])) == 1  # a group of eight, four on each
-    history = [entry for entry in first["history"] if "reward" in entry]
-    assert len(history) == 2
-    assert history[0]["tools/call_frequency"] > 0.5
-    for step, entry in enumerate(history):
-        rewards = first["rewards"][step] + second["rewards"][step]
-        assert len(rewards) == 8
-        assert entry["reward"] == pytest.approx(sum(rewards) / 8)
-
-
-def test_a_process_whose_server_breaks_stops_all_with_the_reason(tmp_path: Path, adding_model: str) -> None:
-    finished = run(tmp_path, adding_model, dying_rank="1")
-    assert finished.returncode != 0
-    assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
-    assert "ended the connection" in finished.stderr
-
-
-def test_with_everything_on_two_processes_keep_one_policy_one_value_head_and_one_reference(
-    tmp_path: Path, adding_model: str
-) -> None:
-    changes = {
-        "advantage_mode": "hybrid",
-        "value_warmup_steps": 0,
-        "value_learning_rate": 0.01,
-        "beta": 0.05,
-        "ref_sync": "ema",
-        "ref_sync_steps": 1,
-        "schema_mask": "syntax",
-        "bootstrap_steps": 5,
-        "dynamic_sampling": 1,
-        "first_call_retries": 1,
-    }
-    finished = run(tmp_path, adding_model, changes=changes)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["weights"] == second["weights"]
-    assert {"value_head", "ref", "default"} <= {part for name in first["weights"] for part in name.split(".")}
-    assert any(value for name, value in first["weights"].items() if "value_head" in name)
-    assert len(set(first["tasks"] + second["tasks"])) == 1  # also where a group was replaced
-    history = [entry for entry in first["history"] if "reward" in entry]
-    assert history[0]["ratio/p50"] == pytest.approx(1, abs=1e-3)
-    assert history[-1]["ref/distance"] > 0
-
-
+ALL_WEIGHTS = {"has_adapter": False, "learning_rate": 1e-3}
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 ZERO3 = {
     "deepspeed": {
@@ -79,39 +23,106 @@ ZERO3 = {
         "gradient_clipping": "auto",
     }
 }
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {
+        "advantage_mode": "hybrid",
+        "value_warmup_steps": 0,
+        "value_learning_rate": 0.01,
+        "beta": 0.05,
+        "ref_sync": "ema",
+        "ref_sync_steps": 1,
+        "schema_mask": "syntax",
+        "bootstrap_steps": 5,
+        "dynamic_sampling": 1,
+        "first_call_retries": 1,
+    },
+    "ddp": ALL_WEIGHTS,
+    "fsdp2": ALL_WEIGHTS | FSDP2,
+    "broken": {"dying_rank": "1"},
+}
+
+
+def train(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    return launch("train_ranks.py", model, folder, json.dumps(runs))
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> dict[str, Any]:
-    """What two processes come to that each have all weights."""
-    return full_weights(tmp_path_factory.mktemp("ddp"), adding_model, {})
+def launched(
+    tmp_path_factory: pytest.TempPathFactory, adding_model: str
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Two processes that made all runs, since it takes long to start them: where the results are, and how they ended."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, train(folder, adding_model, RUNS)
 
 
-def full_weights(folder: Path, model: str, changes: dict[str, Any]) -> dict[str, Any]:
-    finished = run(folder, model, changes={"peft": False, "learning_rate": 1e-3, **changes})
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return json.loads((folder / "rank0.json").read_text())
+@pytest.fixture(scope="module")
+def trained(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> dict[str, list[dict[str, Any]]]:
+    """What each of two processes came to in each run that does not break."""
+    folder, finished = launched
+    files = {name: [folder / name / f"rank{rank}.json" for rank in (0, 1)] for name in RUNS if name != "broken"}
+    assert all(file.exists() for pair in files.values() for file in pair), finished.stdout + finished.stderr
+    return {name: [json.loads(file.read_text()) for file in pair] for name, pair in files.items()}
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        pytest.param(FSDP2, id="fsdp2"),
-        # DeepSpeed compiles its own communication for CPUs when it is first used, which takes minutes.
-        pytest.param(
-            ZERO3, id="zero3", marks=[pytest.mark.slow, pytest.mark.skipif(not DEEPSPEED, reason="needs deepspeed")]
-        ),
-    ],
-)
-def test_shared_weights_are_trained_as_whole_ones_are(
-    tmp_path: Path, adding_model: str, ddp: dict[str, Any], sharding: dict[str, Any]
+def test_two_processes_train_one_policy_on_groups_that_span_them(trained: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = trained["plain"]
+    assert first["weights"] == second["weights"]
+    assert len(set(first["tasks"] + second["tasks"])) == 1  # a group of eight, four on each
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert len(history) == 2
+    assert history[0]["tools/call_frequency"] > 0.5
+    for step, entry in enumerate(history):
+        rewards = first["rewards"][step] + second["rewards"][step]
+        assert len(rewards) == 8
+        assert entry["reward"] == pytest.approx(sum(rewards) / 8)
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_process_whose_server_breaks_stops_all_with_the_reason(
+    launched: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
-    sharded = full_weights(tmp_path, adding_model, sharding)
+    folder, finished = launched
+    assert finished.returncode != 0
+    assert not list(folder.glob("broken/rank*.json"))
+    assert finished.stderr.count("of the trajectories failed for reasons the policy is not to blame for") >= 2
+    assert "ended the connection" in finished.stderr
+
+
+def test_with_everything_on_two_processes_keep_one_policy_one_value_head_and_one_reference(
+    trained: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, second = trained["everything"]
+    assert first["weights"] == second["weights"]
+    assert {"value_head", "ref", "default"} <= {part for name in first["weights"] for part in name.split(".")}
+    assert any(value for name, value in first["weights"].items() if "value_head" in name)
+    assert len(set(first["tasks"] + second["tasks"])) == 1  # also where a group was replaced
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert history[0]["ratio/p50"] == pytest.approx(1, abs=1e-3)
+    assert history[-1]["ref/distance"] > 0
+
+
+def check_sharded(sharded: dict[str, Any], whole: dict[str, Any]) -> None:
     assert sharded["is_sharded"]
-    assert not ddp["is_sharded"]
-    for one, other in zip(ddp["history"], sharded["history"], strict=True):
+    assert not whole["is_sharded"]
+    for one, other in zip(whole["history"], sharded["history"], strict=True):
         for key in {"loss", "grad_norm", "reward", "num_tokens"} & one.keys():
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
-    assert ddp["weights"].keys() == sharded["weights"].keys()
-    for name, weight in ddp["weights"].items():
+    assert whole["weights"].keys() == sharded["weights"].keys()
+    for name, weight in whole["weights"].items():
         assert sharded["weights"][name] == pytest.approx(weight, abs=1e-3)
+
+
+def test_weights_that_fsdp_shares_out_are_trained_as_whole_ones_are(trained: dict[str, list[dict[str, Any]]]) -> None:
+    check_sharded(trained["fsdp2"][0], trained["ddp"][0])
+
+
+# DeepSpeed compiles its own communication for CPUs when it is first used, which takes minutes.
+@pytest.mark.slow
+@pytest.mark.skipif(not DEEPSPEED, reason="needs deepspeed")
+def test_weights_that_deepspeed_shares_out_are_trained_as_whole_ones_are(
+    tmp_path: Path, adding_model: str, trained: dict[str, list[dict[str, Any]]]
+) -> None:
+    finished = train(tmp_path, adding_model, {"zero3": ALL_WEIGHTS | ZERO3})
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    check_sharded(json.loads((tmp_path / "zero3" / "rank0.json").read_text()), trained["ddp"][0])

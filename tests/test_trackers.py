@@ -126,22 +126,27 @@ from pathlib import Path
 from helpers.runs import make_trainer
 from peft import LoraConfig
 
-folder, model, report_to = sys.argv[1:]
+folder, model, *names = sys.argv[1:]
 lora = LoraConfig(r=4, target_modules="all-linear")
-settings = {"report_to": None if report_to == "default" else report_to, "log_completions": True, "project": "sums"}
-with make_trainer(Path(folder), model, peft_config=lora, run_name="adding", **settings) as trainer:
-    trainer.evaluate(trainer.train_dataset.select(range(2)))  # before Trackio's run is open, and after it is closed
-    trainer.train()
-    trainer.evaluate(trainer.train_dataset.select(range(2)))
+for name in names:
+    settings = {"report_to": None if name == "default" else name, "log_completions": True, "project": "sums"}
+    with make_trainer(Path(folder, name), model, peft_config=lora, run_name="adding", **settings) as trainer:
+        trainer.evaluate(trainer.train_dataset.select(range(2)))  # before Trackio's run is open, and after it is closed
+        trainer.train()
+        trainer.evaluate(trainer.train_dataset.select(range(2)))
 """
 
 
-def train(folder: Path, model: str, report_to: str, **environment: str) -> None:
-    """In a process of its own, as trackers keep state in theirs."""
-    tests = Path(__file__).parent
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> Path:
+    """Folder of a run with each tracker, in a process of their own, as trackers keep state in theirs."""
+    folder, tests = tmp_path_factory.mktemp("tracked"), Path(__file__).parent
+    names = ["wandb"] * (find_spec("wandb") is not None) + ["default"] * (find_spec("trackio") is not None)
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
+    environment |= {"TRACKIO_DIR": str(folder / "trackio")}
     path = os.pathsep.join([str(tests), str(tests.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), model, report_to],
+        [sys.executable, "-c", SCRIPT, str(folder), adding_model, *names],
         env={**os.environ, "PYTHONPATH": path, **environment},
         cwd=folder,
         capture_output=True,
@@ -149,6 +154,7 @@ def train(folder: Path, model: str, report_to: str, **environment: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
@@ -167,11 +173,10 @@ def log_records(content: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra `tracking`")
-def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: Path, adding_model: str) -> None:
-    train(tmp_path, adding_model, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tracked: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    (file,) = tracked.glob("wandb/offline-run-*/run-*.wandb")
     history = []
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -184,7 +189,7 @@ def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: 
     assert len(rollouts) == len(steps) == 2
     assert rollouts[0] < steps[0] < rollouts[1] < steps[1]
     assert {"train/reward", "train/tools/valid_rate", "train/stop/answered"} <= history[steps[0]].keys()
-    tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.table.json"))
+    tables = sorted(tracked.glob("wandb/offline-run-*/files/media/table/completions*.table.json"))
     assert len(tables) >= 2  # one for each step, and one for the end
     table = json.loads(tables[0].read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
@@ -198,12 +203,11 @@ def test_an_offline_run_of_wandb_has_the_figures_and_the_trajectories(tmp_path: 
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra `tracking`")
-def test_with_nothing_configured_trackio_has_the_figures_on_this_machine(tmp_path: Path, adding_model: str) -> None:
-    train(tmp_path, adding_model, "default", TRACKIO_DIR=str(tmp_path / "trackio"))
-    with sqlite3.connect(tmp_path / "trackio" / "sums.db") as database:
+def test_with_nothing_configured_trackio_has_the_figures_on_this_machine(tracked: Path) -> None:
+    with sqlite3.connect(tracked / "trackio" / "sums.db") as database:
         rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
     logged = [key for row in rows for key in row]
     assert logged.index("train/batch/reward") < logged.index("train/loss")
     assert logged.count("train/loss") == 2
     assert "completions" in logged
-    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2]
+    assert [line["step"] for line in lines(tracked / "default") if "loss" in line] == [1, 2]

@@ -1,12 +1,10 @@
-"""vLLM on several processes: each has its own engine, all train one policy, and sharded adapters are put together."""
+"""vLLM on several processes: each has its own engine, and all train one policy."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.ranks import launch
-from safetensors.torch import load_file
 
 
 ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
@@ -23,19 +21,10 @@ def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
         "vllm_engine_kwargs": ENGINE,
         "weight_sync": weight_sync,
     }
-    finished = launch("train_ranks.py", wide_adding_model, tmp_path, "none", json.dumps(changes))
+    finished = launch("train_ranks.py", wide_adding_model, tmp_path, json.dumps({"run": changes}))
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
     history = [entry for entry in first["history"] if "reward" in entry]
     assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)
     assert all(entry["align/logp_mae"] < 1e-4 for entry in history)
-
-
-def test_an_adapter_that_is_sharded_is_written_whole(tmp_path: Path) -> None:
-    finished = launch("sharded_export.py", tmp_path)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    whole, sharded = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("whole", "sharded"))
-    assert whole.keys() == sharded.keys()
-    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
-    assert any(value.any() for name, value in whole.items() if "lora_B" in name)

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,16 @@ def launch(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=240,
         check=False,
     )
 
 
-def share_weights_on_cpu() -> None:
-    """On a CPU `accelerate` takes no notice of FSDP, although torch has it there; from now on it does."""
+@contextmanager
+def share_weights_on_cpu() -> Iterator[None]:
+    """On a CPU `accelerate` takes no notice of FSDP, although torch has it there; here it does."""
     plugins: list[Any] = []
-    original = AcceleratorState.__init__
+    original, environ = AcceleratorState.__init__, dict(os.environ)
 
     def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -37,3 +40,9 @@ def share_weights_on_cpu() -> None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
 
     AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = original
+        os.environ.clear()  # what `transformers` asks of `accelerate` is in there
+        os.environ.update(environ)

@@ -1,11 +1,7 @@
 """A reference that follows the policy: what moves, how far, and what is left alone."""
 
 import copy
-import json
-import os
-import socket
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.families import family_tokenizer
-from helpers.policies import save_tiny_model, tiny_model
+from helpers.policies import save_tiny_model
+from helpers.references import IDS, KINDS, LORA, full, logps, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -25,19 +22,6 @@ from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning.reference import MovingReference
 
 
-IDS = torch.arange(40, 52)[None]
-KINDS = ("lora", "float32", "bfloat16")
-LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.1}
-
-
-def full(dtype: torch.dtype = torch.float32, **settings: Any) -> Qwen3ForCausalLM:
-    return tiny_model(family_tokenizer("qwen3"), **settings).to(dtype)
-
-
-def with_lora(**settings: Any) -> PeftModel:
-    return get_peft_model(full(), LoraConfig(**{**LORA, **settings}))
-
-
 def nudge(model: nn.Module, seed: int = 1, size: float = 0.02) -> None:
     """What an optimizer step does, as far as the reference is concerned."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,11 +29,6 @@ def nudge(model: nn.Module, seed: int = 1, size: float = 0.02) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-
-
-def logps(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits.float().log_softmax(-1)
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -470,136 +449,3 @@ def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     MovingReference(with_lora()).save(tmp_path)
     with pytest.raises(SettingsError, match="o_proj"):
         MovingReference(with_lora(target_modules=["q_proj", "up_proj", "o_proj"])).load(tmp_path)
-
-
-def _sharded(kind: str, policy: nn.Module, reference: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Split the parameters of both over the processes; the policy may also be the reference."""
-    if kind == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        layers = policy.get_base_model().model.layers if isinstance(policy, PeftModel) else policy.model.layers
-        for layer in layers:
-            fully_shard(layer)
-        fully_shard(policy)
-        if reference is not policy:
-            fully_shard(reference)
-        return policy, reference
-    import deepspeed
-
-    # Small parameters stay whole on every process.
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40},
-    }
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
-    engine, *_ = deepspeed.initialize(model=policy, model_parameters=trained, config=config | optimizer)
-    if reference is policy:
-        return engine, engine
-    is_half = next(reference.parameters()).dtype is torch.bfloat16
-    return engine, deepspeed.initialize(model=reference, config=config | {"bf16": {"enabled": is_half}})[0]
-
-
-def _follow_on_one_of_two(rank: int, kind: str, port: int, folder: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    if kind == "fsdp2":
-        torch.distributed.init_process_group("gloo")
-    else:
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    for what in KINDS:
-        result = _follow(kind, what, folder / what)
-        if rank == 0:
-            (folder / what / "result.json").write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
-
-
-def _follow(kind: str, what: str, folder: Path) -> dict[str, Any]:
-    """Train a sharded policy, move its reference and that of a copy which is not sharded, and tell them apart."""
-    is_lora = what == "lora"
-    policy = (with_lora(init_lora_weights=False, lora_dropout=0.0) if is_lora else full()).train()
-    reference = policy if is_lora else full(getattr(torch, what))
-    whole_policy = copy.deepcopy(policy)
-    whole_reference = whole_policy if is_lora else copy.deepcopy(reference)
-    whole = MovingReference(whole_policy, None if is_lora else whole_reference, decay=0.9)
-    moving = MovingReference(policy, None if is_lora else reference, decay=0.9)  # sharded later, as in a trainer
-    trained, reference = _sharded(kind, policy, reference)
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], 0.1) if kind == "fsdp2" else None
-
-    def gap() -> float:
-        found = []
-        for model in (reference, whole_reference):
-            with use_adapter(getattr(model, "module", model), "ref") if is_lora else torch.no_grad():
-                found.append(logps(model))
-        return (found[0] - found[1]).abs().max().item()
-
-    differences, gaps = [], []
-    for _ in range(3):
-        loss = trained(input_ids=IDS, labels=IDS).loss
-        if optimizer is None:
-            trained.backward(loss)
-            trained.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            for name, value in _whole_parameters(kind, policy):
-                whole_policy.get_parameter(name).copy_(value)
-        gaps.append(gap())  # and a forward pass leaves some of the parameters whole
-        differences.append((moving.difference(), whole.difference()))
-        moving.sync()
-        whole.sync()
-    moving.save(folder)
-    torch.distributed.barrier()
-    resumed = MovingReference(policy, None if is_lora else reference, decay=0.9)
-    resumed.load(folder)
-    resumed.sync()
-    whole.sync()
-    gaps.append(gap())
-    resumed.save(folder)
-    whole.save(folder / "whole")
-    return {"differences": differences, "gaps": gaps, "num_syncs": resumed.num_syncs}
-
-
-def _whole_parameters(kind: str, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    if kind == "fsdp2":
-        return [
-            (name, value.full_tensor() if hasattr(value, "full_tensor") else value)
-            for name, value in model.state_dict().items()
-            if ".ref." not in name and name != "lm_head.weight" and not name.endswith("model.lm_head.weight")
-        ]
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return [(name, value.clone()) for name, value in model.named_parameters() if ".ref." not in name]
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
-def test_two_processes_with_sharded_parameters_do_what_one_does(tmp_path: Path, kind: str) -> None:
-    if kind == "zero3":
-        pytest.importorskip("deepspeed")
-    for what in KINDS:
-        (tmp_path / what / "whole").mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    try:
-        torch.multiprocessing.spawn(_follow_on_one_of_two, (kind, port, tmp_path), nprocs=2)
-    finally:
-        resource_tracker._resource_tracker._stop()  # a process that would outlive the test
-    for what in KINDS:
-        result = json.loads((tmp_path / what / "result.json").read_text())
-        assert result["num_syncs"] == 4
-        for (distance, num_differing), (expected, expected_num) in result["differences"]:
-            assert distance == pytest.approx(expected, rel=1e-5)
-            assert distance > 0.01
-            assert num_differing == expected_num > 0
-        assert max(result["gaps"]) < 1e-5
-        files = (tmp_path / what / "reference.safetensors", tmp_path / what / "whole" / "reference.safetensors")
-        sharded, whole = map(load_file, files)
-        assert sharded.keys() == whole.keys()
-        assert all(torch.equal(sharded[name], whole[name]) for name in whole)

@@ -1,14 +1,8 @@
-"""Gradients of a policy and its value head on several processes, and on one. Argument: the output folder."""
+"""Gradients of a policy and its value head on several processes, and on one."""
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -136,11 +130,7 @@ def loads_into_shards(folder: Path) -> bool:
     return all(torch.equal(found[name], weight) for name, weight in source.state_dict().items())
 
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-try:
+def run(folder: Path) -> None:
     report: dict[str, Any] = {name: differences(variant) for name, variant in VARIANTS.items()}
-    report["loads_into_shards"] = loads_into_shards(Path(sys.argv[1]))
-    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
-finally:
-    dist.destroy_process_group()
+    report["loads_into_shards"] = loads_into_shards(folder)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))

@@ -25,8 +25,8 @@ def conversations(*args):
 
 
 sft_warmup.conversations = conversations
-share_weights_on_cpu()
-trainer = sft_warmup.main(sys.argv[1:])
+with share_weights_on_cpu():
+    trainer = sft_warmup.main(sys.argv[1:])
 facts = {
     "asked": asked,
     "num_rows": len(trainer.train_dataset),

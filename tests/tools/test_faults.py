@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -83,19 +83,27 @@ async def recovered(pool: ToolPool) -> None:
                 kind = (await timed(lease, "echo", text="hi"))[0].kind
 
 
-@pytest.mark.parametrize("isolation", ["shared", "exclusive", "meta"])
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_call_comes_back_typed_and_in_time_the_pool_recovers_and_nothing_is_left(
-    fault: str, isolation: str, rogue: Rogue
+    fault: str, rogue: Rogue
 ) -> None:
-    config = rogue(isolation=isolation, pool_size=1, spares=0, call_timeout=DEADLINE)
-    async with nothing_left(), ToolPool([config]) as pool:
-        async with pool.lease(TASK) as lease:
-            result, seconds = await timed(lease, fault, text="x")
-        await recovered(pool)
-    assert result.kind is FAULTS[fault]
-    assert result.text
-    assert seconds < DEADLINE + GRACE
+    results: dict[str, tuple[ToolResult, float]] = {}
+
+    async def call(isolation: Any) -> None:
+        config = rogue(isolation=isolation, pool_size=1, spares=0, call_timeout=DEADLINE)
+        async with ToolPool([config]) as pool:
+            async with pool.lease(TASK) as lease:
+                results[isolation] = await timed(lease, fault, text="x")
+            await recovered(pool)
+
+    async with nothing_left(), anyio.create_task_group() as pools:  # side by side, since most of it is waiting
+        for isolation in ("shared", "exclusive", "meta"):
+            pools.start_soon(call, isolation)
+    assert {isolation: result.kind for isolation, (result, _) in results.items()} == dict.fromkeys(
+        ("shared", "exclusive", "meta"), FAULTS[fault]
+    )
+    assert all(result.text for result, _ in results.values())
+    assert max(seconds for _, seconds in results.values()) < DEADLINE + GRACE
 
 
 async def test_calls_in_flight_come_back_when_their_process_is_killed_at_any_time(rogue: Rogue) -> None:
@@ -123,8 +131,9 @@ async def test_calls_in_flight_come_back_when_their_process_is_killed_at_any_tim
                 await anyio.sleep(chance.uniform(0.01, 0.1))
                 alive = [session for session in server._sessions if session.is_alive]
                 if alive:
-                    os.kill(chance.choice(alive)._stdio.pid, signal.SIGKILL)
-                    num_kills += 1
+                    with suppress(ProcessLookupError):  # it may be gone, and not be missed yet
+                        os.kill(chance.choice(alive)._stdio.pid, signal.SIGKILL)
+                        num_kills += 1
 
         with anyio.fail_after(100):
             async with anyio.create_task_group() as killing:

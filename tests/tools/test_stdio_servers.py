@@ -135,6 +135,7 @@ async def test_calls_that_queue_while_the_server_crashes_go_to_the_next_one(rogu
     assert kinds == {"exit": ResultKind.SERVER_ERROR, "echo": ResultKind.OK, "count": ResultKind.OK}
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_server_that_cannot_come_back_fails_calls_not_the_pool(rogue: Rogue, tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text((SERVERS / "rogue.py").read_text())
