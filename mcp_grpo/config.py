@@ -200,6 +200,9 @@ class MCPGRPOConfig(GRPOConfig):
             With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one update
             before; ratios are to that policy. Needs vLLM, on a server or in process without sleep mode. A run that is
             resumed rolls its first batch out anew. 0 is strictly on-policy.
+        trim_padding (`bool`, *optional*, defaults to `True`):
+            With `servers`, whether a pass through the policy is only as wide as the longest trajectory in it, and not as
+            all of the batch: numbers are the same but for rounding, and attention needs no mask, which is faster.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
             `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and
@@ -504,6 +507,12 @@ class MCPGRPOConfig(GRPOConfig):
         metadata={
             "help": "With 1, the next batch is rolled out while the current one is trained on. Needs vLLM.",
             "choices": ROLLOUTS_AHEAD,
+        },
+    )
+    trim_padding: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether a pass through the policy is only as wide as the longest trajectory in it.",
         },
     )
     weight_sync: str = field(

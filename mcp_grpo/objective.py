@@ -20,6 +20,7 @@ from mcp_grpo.learning import (
     MovingReference,
     RatioGate,
     TurnRewards,
+    Unpadded,
     ValueRecorder,
     add_value_head,
     capped_reference,
@@ -36,6 +37,9 @@ from mcp_grpo.monitor import Phases
 
 
 Batch = dict[str, Any]
+
+# What TRL asks of a model, beside images and the like.
+_OF_TEXT = ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
 class ObjectiveTrainer(GRPOTrainer):
@@ -265,6 +269,9 @@ class ObjectiveTrainer(GRPOTrainer):
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
         is_policy = self._settled is not None or self._is_scoring
+        others = {name: value for name, value in kwargs.items() if name not in _OF_TEXT}
+        if self.args.trim_padding and self._is_guarded and not any(value is not None for value in others.values()):
+            model = Unpadded(model)
         recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
         output = super()._get_per_token_logps_and_entropies(
             cast(Any, recorder or model), input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -11,6 +11,7 @@ from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
 from mcp_grpo.learning.health import Health
 from mcp_grpo.learning.kl import KLControl, capped_reference
+from mcp_grpo.learning.padding import Unpadded
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
@@ -43,6 +44,7 @@ __all__ = [
     "SchemaMask",
     "SyntaxRoles",
     "TurnRewards",
+    "Unpadded",
     "ValueRecorder",
     "add_value_head",
     "capped_reference",

@@ -1,0 +1,107 @@
+"""Passes without padding: the same numbers and gradients, from fewer tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import family_tokenizer
+from helpers.policies import tiny_model
+from helpers.runs import make_trainer
+from peft import LoraConfig
+from trl.trainer import add_fused_lm_head
+
+from mcp_grpo import MCPGRPOTrainer
+from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head
+
+
+PROMPTS, COMPLETIONS = (3, 9, 1, 5), (7, 2, 0, 11)
+WIDTH = max(PROMPTS) + max(COMPLETIONS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    head = add_value_head(model, backbone_grad_scale=1.0)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(head.out.weight)
+    return model.eval()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, completions on the right."""
+    torch.manual_seed(1)
+    columns = torch.arange(WIDTH)
+    begins = max(PROMPTS) - torch.tensor(PROMPTS).unsqueeze(1)
+    ends = max(PROMPTS) + torch.tensor(COMPLETIONS).unsqueeze(1)
+    mask = ((columns >= begins) & (columns < ends)).long()
+    input_ids = torch.randint(5, 250, mask.shape) * mask
+    labels = input_ids.masked_fill((mask == 0) | (columns < max(PROMPTS)), -100)
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def test_what_is_said_of_tokens_is_what_is_said_of_them_among_padding(model: Any) -> None:
+    inputs, length = batch(), max(COMPLETIONS)
+    found = []
+    for called in (model, Unpadded(model)):
+        recorder = ValueRecorder(called, length)
+        output = recorder(**inputs, fused_lm_head=True)
+        mask = inputs["attention_mask"][:, -length:]
+        loss = (output.log_probs[:, -length:] * mask * torch.arange(1, length + 1)).sum()
+        loss = loss + output.entropy.sum() + (recorder.values() * mask).sum() + (recorder.values_after() * mask).sum()
+        model.zero_grad()
+        loss.backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        found.append((output, recorder.values() * mask, recorder.values_after() * mask, gradients))
+    (padded, *values, gradients), (unpadded, *others, other_gradients) = found
+    assert unpadded.log_probs.shape == padded.log_probs.shape == (4, WIDTH - 1)
+    torch.testing.assert_close(unpadded.log_probs, padded.log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(unpadded.entropy, padded.entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(others, values, atol=1e-5, rtol=1e-5)
+    assert padded.log_probs.count_nonzero() == sum(COMPLETIONS)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, atol=2e-4, rtol=1e-3)
+
+
+def test_the_model_sees_no_more_columns_than_the_longest_row_has_tokens_and_no_mask(model: Any) -> None:
+    seen = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs["input_ids"].shape, kwargs["attention_mask"])), with_kwargs=True
+    )
+    try:
+        Unpadded(model)(**batch(), fused_lm_head=True)
+    finally:
+        hook.remove()
+    assert seen == [((4, max(map(sum, zip(PROMPTS, COMPLETIONS, strict=True)))), None)]
+
+
+class Twice(MCPGRPOTrainer):
+    """Computes each loss with padding and without."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        losses = {}
+        for is_trimmed in (False, True):
+            self.args.trim_padding = is_trimmed
+            self.model.zero_grad()
+            losses[is_trimmed] = super()._compute_loss(model, inputs)
+            losses[is_trimmed].backward()
+            gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+            self.seen.append((losses[is_trimmed].item(), gradients))
+        self.model.zero_grad()
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_the_loss_is_the_same_with_and_without_padding(tmp_path: Path, adding_model: str, num_iterations: int) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    changes: dict[str, Any] = {"beta": 0.1, "num_iterations": num_iterations, "max_steps": 2}
+    with make_trainer(tmp_path, adding_model, Twice, peft_config=adapter, **changes) as trainer:
+        trainer.seen = []
+        trainer.train()
+    assert len(trainer.seen) >= 4
+    for padded, trimmed in zip(trainer.seen[::2], trainer.seen[1::2], strict=True):
+        assert trimmed[0] == pytest.approx(padded[0], abs=1e-5, rel=1e-4)
+        assert sum(gradient.abs().sum() for gradient in padded[1].values()) > 0
+        for name, gradient in padded[1].items():
+            torch.testing.assert_close(trimmed[1][name], gradient, atol=1e-5, rtol=1e-3)
