@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 MAX_RATIO_DIFFERENCE = 0.02
 MIN_ALIGNMENT = 0.99
 MIN_ACTIVE_FRACTION = 0.5
+MIN_VALID_RATE = 0.5
 PATIENCE = 3  # batches in a row, where one may be bad luck
 EV_WINDOW = 10  # steps
 MAX_EV_DROP = 0.3
@@ -80,6 +81,17 @@ _SIGNS = (
         sentence=lambda _: (
             f"In {PATIENCE} batches in a row, no tool was called. Say in the prompt that tools are to be used, train on calls "
             "first, or set `first_call_retries` and `bootstrap_steps`."
+        ),
+        patience=PATIENCE,
+    ),
+    _Sign(
+        name="calls",
+        keys=("tools/valid_rate",),
+        shows=lambda m: m["tools/valid_rate"] < MIN_VALID_RATE,
+        sentence=lambda m: (
+            f"In {PATIENCE} batches in a row, less than half of the tool calls could be made (now {m['tools/valid_rate']:.0%}): "
+            "their syntax, tool or arguments are wrong. A policy that is punished for that may learn to call none. Warm it up "
+            "on solutions first (`recipes/sft_warmup.py`), or set `bootstrap_steps` or `constrained_decoding`."
         ),
         patience=PATIENCE,
     ),

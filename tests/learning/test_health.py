@@ -17,6 +17,7 @@ FINE: dict[str, float] = {
     "frac_reward_zero_std": 0.5,
     "reward": 0.5,
     "tools/call_frequency": 1.0,
+    "tools/valid_rate": 0.9,
     "value/explained_variance": 0.5,
 }
 
@@ -29,6 +30,7 @@ FINE: dict[str, float] = {
         ({"mask/active_fraction": 0.4}, 3, ["40%", "schema_mask"]),
         ({"frac_reward_zero_std": 1.0}, 3, ["same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["no tool was called", "first_call_retries"]),
+        ({"tools/valid_rate": 0.18}, 3, ["less than half of the tool calls", "18%", "sft_warmup"]),
     ],
 )
 def test_a_sign_is_told_once_after_as_many_steps_as_it_takes(
