@@ -173,6 +173,39 @@ def test_a_phase_within_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPat
     assert "| scoring | 1.000 | 20% | - |" in table
 
 
+def test_an_engine_that_sleeps_takes_no_memory_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    device = SimpleNamespace(used=70, peak=70)  # of 100; tensors have 75 all the while, 64 of them the engine's
+
+    def turn(used: int, peak: int) -> None:
+        device.used, device.peak = used, peak
+
+    for name, answer in {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_reserved": lambda: 75 * gib,
+        "mem_get_info": lambda: ((100 - device.used) * gib, 100 * gib),
+        "max_memory_allocated": lambda: device.peak * gib,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    phases = Phases(None)
+    turn(used=11, peak=70)
+    phases.measure()  # asleep: 64
+    phases.begin("sync")
+    turn(used=75, peak=73)
+    phases.end()  # awake
+    phases.begin("rollout")
+    turn(used=11, peak=74)
+    phases.end()  # asleep again
+    phases.begin("loss")
+    turn(used=11, peak=75)
+    phases.end()
+    figures = phases.end_step()
+    peaks = {name: figures[f"profile/{name}_peak_gib"] for name in ("sync", "rollout", "loss")}
+    assert peaks == {"sync": 73, "rollout": 74, "loss": 11}
+
+
 def test_decisions_and_phases_of_a_run_are_written(tmp_path: Path, adding_model: str) -> None:
     with make_trainer(
         tmp_path, adding_model, peft_config=LORA, schema_mask="syntax", schema_mask_min_prob=0.0

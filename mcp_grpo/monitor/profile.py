@@ -42,6 +42,7 @@ class Phases:
         self._open: list[str] = []
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, int] = defaultdict(int)
+        self._asleep = 0
         self._mark = self._start = time.perf_counter()
 
     def measure(self) -> None:
@@ -98,7 +99,7 @@ class Phases:
 
         Returns:
             `dict[str, float]`: `profile/<phase>_seconds` and, on a GPU, `profile/<phase>_peak_gib`, the most memory that
-            tensors took in it; and `profile/step_seconds`.
+            tensors took in it, without those of an engine that slept all the while; and `profile/step_seconds`.
         """
         self._turn()
         total, self._start = self._mark - self._start, self._mark
@@ -116,11 +117,20 @@ class Phases:
         name = self._open[-1] if self._open else "other"
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self._peaks[name] = max(self._peaks[name], torch.cuda.max_memory_allocated())
+            asleep = _asleep()
+            peak = torch.cuda.max_memory_allocated() - min(asleep, self._asleep)
+            self._peaks[name] = max(self._peaks[name], peak)
+            self._asleep = asleep
             torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
         self._seconds[name] += now - self._mark
         self._mark = now
+
+
+def _asleep() -> int:
+    """Bytes that tensors have, but not on the device: those of an engine that sleeps."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, torch.cuda.memory_reserved() - (total - free))
 
 
 def advice(phase: str, settings: Any, reason: str) -> str:
