@@ -80,6 +80,7 @@ NUM_CALLS = 3
 NONE, TAIL = "0", "tail0.45"
 NAMES = {NONE: "none", "0.1": "0.1 s", TAIL: "0.45 s, heavy tail", "2": "2 s"}
 TRL, OURS, SERVED, ASYNC = "TRL", "ours", "ours, server", "TRL async"
+STYLES = {TRL: ("s-", "C3"), OURS: ("o-", "C0"), SERVED: ("^--", "C0"), ASYNC: ("v--", "C3")}
 JUDGED = 64  # trajectories
 MANY = 512
 MIN_SPEEDUP = 15.0
@@ -606,24 +607,31 @@ def plot(run: Run, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(1, len(run.arguments.latencies), figsize=(4 * len(run.arguments.latencies), 3.6))
-    for axis, latency in zip(
-        axes if len(run.arguments.latencies) > 1 else [axes], run.arguments.latencies, strict=True
-    ):
+    figure, axes = pyplot.subplots(
+        1, len(run.arguments.latencies), figsize=(3.6 * len(run.arguments.latencies), 3.6), sharey=True, squeeze=False
+    )
+    for axis, latency in zip(axes[0], run.arguments.latencies, strict=True):
         cells = [cell for cell in run.cells if cell.latency == latency]
-        for name, style in ((TRL, "s-"), (OURS, "o-"), (SERVED, "^--"), (ASYNC, "v--")):
+        for name, (style, color) in STYLES.items():
             points = [(c.num_trajectories, c.median(name)) for c in cells if c.median(name)]
             if points:
-                axis.plot(*zip(*points, strict=True), style, label=name)
-        axis.plot([c.num_trajectories for c in cells], [c.bound or math.nan for c in cells], "k:", label="bound")
+                axis.plot(*zip(*points, strict=True), style, color=color, label=name)
+        if any(cell.bound for cell in cells):
+            bounds = [cell.bound or math.nan for cell in cells]
+            axis.plot([cell.num_trajectories for cell in cells], bounds, "k:", label="bound")
         axis.set(xscale="log", yscale="log", xlabel="trajectories", title=f"latency: {NAMES.get(latency, latency)}")
-        axis.set_xticks([c.num_trajectories for c in cells], [str(c.num_trajectories) for c in cells])
-        axis.minorticks_off()
-    figure.axes[0].set_ylabel("seconds")
-    figure.axes[0].legend()
-    figure.tight_layout()
+        axis.set_xticks([cell.num_trajectories for cell in cells], [str(cell.num_trajectories) for cell in cells])
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("seconds")
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
+    figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
 
 
