@@ -93,7 +93,7 @@ def in_process(
 ) -> Callable[[str], Run]:
     """Runs with the engine in process, each made once."""
     kinds = {
-        "full": (None, {}),
+        "full": (None, {"first_phase_steps": 1, "first_phase_temperature": 1.5}),
         "merged": (LORA, {}),
         "adapter": (LORA, {"weight_sync": "adapter"}),
     }
@@ -146,7 +146,7 @@ def check(run: Run) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", ["full", "merged", "adapter"])
 def test_it_trains_in_process_on_what_the_policy_says_now(in_process: Callable[[str], Run], kind: str) -> None:
-    run = in_process(kind)
+    run = in_process(kind)  # that of all weights at another temperature in its first step
     check(run)
     assert run.weight_sync == ("adapter" if kind == "adapter" else "merge")
     # Only the adapter of the last step is left in the engine; evaluation after it sends another one.
