@@ -202,7 +202,8 @@ class MCPGRPOConfig(GRPOConfig):
             resumed rolls its first batch out anew. 0 is strictly on-policy.
         trim_padding (`bool`, *optional*, defaults to `True`):
             With `servers`, whether a pass through the policy is only as wide as the longest trajectory in it, and not as
-            all of the batch: numbers are the same but for rounding, and attention needs no mask, which is faster.
+            all of the batch, and begins without padding: attention needs no mask then, which is faster. Numbers are those of
+            each trajectory alone. Left out for images and for rotary embeddings that depend on the width.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
             `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and

@@ -26,6 +26,7 @@ from mcp_grpo.learning import (
     capped_reference,
     imitation_loss,
     kl_of_masked,
+    minds_width,
     needs_bootstrap,
     ratio_quantiles,
     to_tokens,
@@ -74,6 +75,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._turn_rewards = TurnRewards(self.reward_funcs, self.reward_func_names)
         self.reward_funcs = self._turn_rewards.functions
         policy = self.accelerator.unwrap_model(self.model)
+        self._minds_width = minds_width(policy.config)
         self._critic: Critic | None = None
         if args.value_head_kind:
             kind = cast(Any, args.value_head_kind)
@@ -269,9 +271,9 @@ class ObjectiveTrainer(GRPOTrainer):
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
         is_policy = self._settled is not None or self._is_scoring
-        others = {name: value for name, value in kwargs.items() if name not in _OF_TEXT}
-        if self.args.trim_padding and self._is_guarded and not any(value is not None for value in others.values()):
-            model = Unpadded(model)
+        is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
+        if self.args.trim_padding and self._is_guarded and is_text and not self._minds_width:
+            model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1))
         recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
         output = super()._get_per_token_logps_and_entropies(
             cast(Any, recorder or model), input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -387,6 +389,8 @@ class ObjectiveTrainer(GRPOTrainer):
         if self._phases.is_measuring:
             self._record(self._phases.end_step())
         figures, self._figures = self._figures, {}
+        if self._bootstrap.strength(self.state.global_step):  # calls are being learnt
+            figures.pop("tools/valid_rate", None)
         self._logps, self._recorder = None, None  # and with them what is left of the graph
         if self._is_guarded:
             try:

@@ -27,7 +27,7 @@ from datasets import Dataset
 from peft import PeftModel
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl import (
@@ -201,17 +201,9 @@ def main(arguments: list[str]) -> SFTTrainer:
     }
     policy: Any = model.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    if config.chat_template_path is None:
-        config.model_init_kwargs = init_kwargs
-    else:
-        if model.use_peft:
-            raise SettingsError(
-                "`chat_template_path` gives the model tokens that it has never seen, and an adapter does not train their "
-                "embeddings. Leave `use_peft` out, so that all weights are trained, or `chat_template_path`."
-            )
-        policy = AutoModelForCausalLM.from_pretrained(policy, **init_kwargs)
-        take_chat_template(policy, tokenizer, config.chat_template_path)
-        config.chat_template_path = config.model_init_kwargs = None  # done
+    if config.chat_template_path is not None:
+        policy = take_chat_template(model, init_kwargs, tokenizer, config)
+    config.model_init_kwargs = init_kwargs if isinstance(policy, str) else None
     renderer = Renderer(
         tokenizer,
         end_of_turn_ids=[tokenizer.eos_token_id],
@@ -253,22 +245,42 @@ def main(arguments: list[str]) -> SFTTrainer:
     return trainer
 
 
-def take_chat_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def take_chat_template(
+    model: ModelConfig, init_kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: WarmupConfig
+) -> Any:
     """
     Give a model that knows no tools a chat template that does, with the tokens that go with it.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model. Gets embeddings for tokens that are new.
+        model ([`~trl.ModelConfig`]):
+            Which model.
+        init_kwargs (`dict[str, Any]`):
+            How it is loaded.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        source (`str`):
-            A Jinja file, or the model or folder whose tokenizer has the template.
+            Its tokenizer. Gets the template.
+        config (`WarmupConfig`):
+            Has `chat_template_path`, a Jinja file, or the model or folder whose tokenizer has the template; and has it no more.
+
+    Returns:
+        `str` or [`~transformers.PreTrainedModel`]: The model, which has been loaded if it got embeddings for new tokens.
     """
+    source = str(config.chat_template_path)
+    config.chat_template_path = None
     if source.endswith((".jinja", ".j2")):
-        tokenizer.chat_template = Path(source).read_text()
-    else:
-        clone_chat_template(model, tokenizer, source)
+        if not Path(source).is_file():
+            raise SettingsError(f"`chat_template_path` names a file that is not there: {source}.")
+        tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
+        return model.model_name_or_path
+    if model.use_peft or model.load_in_4bit or model.load_in_8bit:
+        raise SettingsError(
+            f"With the chat template of {source!r}, the model gets tokens that it has never seen, and an adapter does not "
+            "train their embeddings. Leave `use_peft` and quantisation out, so that all weights are trained, or let "
+            "`chat_template_path` name a Jinja file, which adds no tokens."
+        )
+    policy = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **init_kwargs)
+    set_seed(config.seed)  # of the new embeddings
+    clone_chat_template(policy, tokenizer, source)
+    return policy
 
 
 def save_merged(name: str, model_init_kwargs: dict[str, Any], folder: Path) -> None:

@@ -98,7 +98,13 @@ def desk() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def shared_desk(desk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe's desk is the one that runs already, and tasks are not built anew."""
-    monkeypatch.setattr("recipe_parts.desk.desk_servers", lambda **options: desk)
+
+    def running(**options: Any) -> dict[str, Any]:
+        asked = desk_servers(**options)["mcpServers"]
+        assert {n: s["args"] for n, s in asked.items()} == {n: s["args"] for n, s in desk_servers()["mcpServers"].items()}
+        return desk
+
+    monkeypatch.setattr("recipe_parts.desk.desk_servers", running)
     monkeypatch.setattr("recipe_parts.desk.build_tasks", built_tasks)
 
 

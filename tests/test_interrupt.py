@@ -35,22 +35,26 @@ class Run:
     program: subprocess.Popen[str]
     pid: int
     folder: Path
+    status: int | None = None
 
     def processes(self) -> list[psutil.Process]:
-        """The run, and servers: processes that were given its folder as an argument."""
+        """The run and its children, and servers: processes that were given its folder as an argument."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.pid == self.pid or any(str(self.folder) in argument for argument in process.cmdline()):
+                is_server = any(str(self.folder) in argument for argument in process.cmdline())
+                if is_server or os.getsid(process.pid) == self.pid:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, ProcessLookupError):
                 continue
         return found
 
     def wait(self) -> int:
         """How it ended."""
-        assert self.program.stdout
-        return int(self.program.stdout.readline())
+        if self.status is None:
+            assert self.program.stdout
+            self.status = int(self.program.stdout.readline())
+        return self.status
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,7 @@ def run(tmp_path: Path, program: subprocess.Popen[str], request: pytest.FixtureR
     finally:
         for left in run.processes():
             left.kill()
+        run.wait()  # the next answer is that of the next run
 
 
 @pytest.mark.parametrize("run", ["tool", "generation"], indirect=True)

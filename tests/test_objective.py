@@ -603,3 +603,16 @@ def test_an_adapter_trains_bit_by_bit_the_same_without_casts_there_and_back(
     usual = weights(tmp_path / "usual")
     assert sum(casts) - num_lean > num_lean
     assert all(torch.equal(lean[name], usual[name]) for name in usual)
+
+
+@pytest.mark.parametrize("bootstrap_steps", [0, 5])
+def test_calls_that_cannot_be_made_are_no_sign_while_they_are_being_learnt(
+    tmp_path: Path, adding_model: str, bootstrap_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"schema_mask": "syntax", "bootstrap_steps": bootstrap_steps, "max_steps": 1}
+    with make_trainer(tmp_path, adding_model, **changes) as trainer:
+        seen: list[set[str]] = []
+        monkeypatch.setattr(trainer._health, "check", lambda figures, **kwargs: seen.append(set(figures)))
+        trainer.train()
+    assert ["tools/valid_rate" in figures for figures in seen] == [bootstrap_steps == 0]
+    assert all("tools/call_frequency" in figures for figures in seen)

@@ -276,5 +276,7 @@ def test_a_model_that_knows_no_tools_gets_a_template_that_does(
 
 def test_an_adapter_cannot_learn_new_tokens(warm: tuple[Path, Any, list[str]], toolless: str) -> None:
     _, _, arguments = warm
-    with pytest.raises(SettingsError, match="Leave `use_peft` out"):
+    with pytest.raises(SettingsError, match="Leave `use_peft` and quantisation out"):
         sft_warmup.main([*arguments, "--chat_template_path", toolless, "--use_peft", "true"])
+    with pytest.raises(SettingsError, match=r"not there: no-such\.jinja"):
+        sft_warmup.main([*arguments, "--chat_template_path", "no-such.jinja"])

@@ -11,7 +11,7 @@ from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
 from mcp_grpo.learning.health import Health
 from mcp_grpo.learning.kl import KLControl, capped_reference
-from mcp_grpo.learning.padding import Unpadded
+from mcp_grpo.learning.padding import Unpadded, minds_width
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
@@ -54,6 +54,7 @@ __all__ = [
     "imitation_loss",
     "kl_of_masked",
     "load_value_head",
+    "minds_width",
     "needs_bootstrap",
     "other_rows",
     "pace_metrics",

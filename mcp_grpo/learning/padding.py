@@ -1,10 +1,12 @@
 """Passes through a model that spend no time on padding."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 
+_BY_WIDTH = ("longrope", "dynamic")  # rotary embeddings that are others for longer inputs
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -16,16 +18,20 @@ class Unpadded:
     are seldom the longest. Moved to the left, they need no attention mask either: what follows a token is never attended
     to. That lets attention take its fastest way. What the model says is put back to where it was asked for.
 
-    It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`. Numbers are those of the padded
-    rows but for rounding.
+    It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`. Numbers are those of each row
+    alone, and so those of the padded rows, but for rounding, if the model does not mind padding on the left. Tokens of a row
+    must be one run.
 
     Args:
         model (`Callable`):
-            Causal language model with a fused LM head, which may be wrapped for several processes.
+            Causal language model with a fused LM head, which may be wrapped for several processes. See [`minds_width`].
+        multiple (`int`, *optional*, defaults to `1`):
+            What the width is to be a multiple of, where the padded rows allow it.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, multiple: int = 1) -> None:
         self._model = model
+        self._multiple = multiple
 
     def __call__(
         self,
@@ -55,6 +61,7 @@ class Unpadded:
             `FusedCausalLMOutput`: As for the padded rows, with zeros for padding.
         """
         width = int(attention_mask.sum(dim=1).amax().clamp(min=2))
+        width = min(-(-width // self._multiple) * self._multiple, input_ids.size(1))
         places = torch.argsort(attention_mask, dim=1, descending=True, stable=True)[:, :width]
         if num_values is not None:
             kwargs["num_values"] = width
@@ -74,5 +81,22 @@ class Unpadded:
         return output
 
 
+def minds_width(config: Any) -> bool:
+    """
+    Whether a model says something else of a row that stands among longer ones.
+
+    Args:
+        config ([`~transformers.PretrainedConfig`]):
+            Its configuration.
+
+    Returns:
+        `bool`: Whether its rotary embeddings depend on the width of the input.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]  # or one for each type of layer
+    return any(each.get("rope_type") in _BY_WIDTH for each in kinds)
+
+
 def _put_back(found: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return found.new_zeros(shape).scatter(1, places, found)
+    # An adapter may have put tokens of its own before the row.
+    return found.new_zeros(shape).scatter(1, places, found[:, -places.size(1) :])

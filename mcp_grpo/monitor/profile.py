@@ -128,7 +128,7 @@ class Phases:
 
 
 def _asleep() -> int:
-    """Bytes that tensors have, but not on the device: those of an engine that sleeps."""
+    """Bytes, at least, that tensors have, but not on the device: those of an engine that sleeps."""
     free, total = torch.cuda.mem_get_info()
     return max(0, torch.cuda.memory_reserved() - (total - free))
 

@@ -1,6 +1,7 @@
 """Passes without padding: the same numbers and gradients, from fewer tokens."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,14 +9,15 @@ import torch
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
 from helpers.runs import make_trainer
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import MixtralConfig, MixtralForCausalLM
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo import MCPGRPOTrainer
-from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head
+from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head, minds_width
 
 
-PROMPTS, COMPLETIONS = (3, 9, 1, 5), (7, 2, 0, 11)
+PROMPTS, COMPLETIONS = (3, 9, 1, 0, 5), (7, 2, 0, 0, 11)
 WIDTH = max(PROMPTS) + max(COMPLETIONS)
 
 
@@ -55,7 +57,7 @@ def test_what_is_said_of_tokens_is_what_is_said_of_them_among_padding(model: Any
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         found.append((output, recorder.values() * mask, recorder.values_after() * mask, gradients))
     (padded, *values, gradients), (unpadded, *others, other_gradients) = found
-    assert unpadded.log_probs.shape == padded.log_probs.shape == (4, WIDTH - 1)
+    assert unpadded.log_probs.shape == padded.log_probs.shape == (5, WIDTH - 1)
     torch.testing.assert_close(unpadded.log_probs, padded.log_probs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(unpadded.entropy, padded.entropy, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(others, values, atol=1e-5, rtol=1e-5)
@@ -73,7 +75,76 @@ def test_the_model_sees_no_more_columns_than_the_longest_row_has_tokens_and_no_m
         Unpadded(model)(**batch(), fused_lm_head=True)
     finally:
         hook.remove()
-    assert seen == [((4, max(map(sum, zip(PROMPTS, COMPLETIONS, strict=True)))), None)]
+    assert seen == [((5, max(map(sum, zip(PROMPTS, COMPLETIONS, strict=True)))), None)]
+
+
+def test_the_width_is_a_multiple_of_what_is_asked_for_but_no_wider_than_before(model: Any) -> None:
+    widths = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        for multiple in (1, 6, 64):
+            Unpadded(model, multiple)(**batch(), fused_lm_head=True)
+    finally:
+        hook.remove()
+    assert widths == [16, 18, WIDTH]
+
+
+def test_tokens_that_an_adapter_puts_before_a_row_change_no_place() -> None:
+    torch.manual_seed(0)
+    model = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model)
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    inputs = batch()
+    found = Unpadded(adapted)(**inputs, fused_lm_head=True).log_probs
+    found.sum().backward()
+    for row, mask in enumerate(inputs["attention_mask"]):
+        if (width := int(mask.sum())) < 2:
+            continue
+        alone = {name: values[row : row + 1, mask == 1] for name, values in inputs.items()}
+        expected = adapted(**alone, fused_lm_head=True).log_probs[0, -(width - 1) :]
+        begin = int(mask.nonzero()[0])
+        torch.testing.assert_close(found[row, begin : begin + width - 1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_load_of_experts_is_counted_without_padding() -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**shape, **heads)).eval()
+    add_fused_lm_head(model)
+    inputs: dict[str, Any] = {**batch(), "fused_lm_head": True, "output_router_logits": True}
+    padded, trimmed = model(**inputs), Unpadded(model)(**inputs)
+    torch.testing.assert_close(trimmed.aux_loss, padded.aux_loss)
+    torch.testing.assert_close(trimmed.log_probs, padded.log_probs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn", "default"])
+def test_models_that_mind_the_width_are_known(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4}
+    assert minds_width(SimpleNamespace(get_text_config=lambda: SimpleNamespace(rope_parameters=rope))) == (
+        kind in ("dynamic", "longrope")
+    )
+    nested = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    assert minds_width(SimpleNamespace(get_text_config=lambda: SimpleNamespace(rope_parameters=nested))) == (
+        kind in ("dynamic", "longrope")
+    )
+
+
+def test_a_policy_that_minds_the_width_keeps_its_padding(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, max_steps=1) as trainer:
+        widths: dict[bool, set[int]] = {}
+        for minds in (False, True):
+            trainer._minds_width = minds
+            inputs = {name: values for name, values in batch().items() if name != "labels"}
+            seen = widths.setdefault(minds, set())
+            hook = trainer.model.base_model.register_forward_pre_hook(
+                lambda _, args, kwargs, seen=seen: seen.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+            )
+            trainer._get_per_token_logps_and_entropies(trainer.model, **inputs, logits_to_keep=max(COMPLETIONS))
+            hook.remove()
+    assert widths == {False: {16}, True: {WIDTH}}
 
 
 class Twice(MCPGRPOTrainer):
