@@ -101,7 +101,9 @@ def shared_desk(desk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def running(**options: Any) -> dict[str, Any]:
         asked = desk_servers(**options)["mcpServers"]
-        assert {n: s["args"] for n, s in asked.items()} == {n: s["args"] for n, s in desk_servers()["mcpServers"].items()}
+        assert {n: s["args"] for n, s in asked.items()} == {
+            n: s["args"] for n, s in desk_servers()["mcpServers"].items()
+        }
         return desk
 
     monkeypatch.setattr("recipe_parts.desk.desk_servers", running)
