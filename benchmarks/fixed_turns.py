@@ -84,6 +84,24 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "1.7b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "4b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "8b": {
         "vocab_size": 151_936,
         "hidden_size": 4096,
@@ -105,9 +123,9 @@ def prepare() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def random_config(shape: str, device: str) -> Qwen3Config:
+def random_config(shape: str, device: str, tokenizer: Any = None) -> Qwen3Config:
     """A Qwen3 of a shape: bf16 on a GPU, float32 on a CPU."""
-    tokenizer = family_tokenizer("qwen3")
+    tokenizer = tokenizer or family_tokenizer("qwen3")
     return Qwen3Config(
         **{"vocab_size": len(tokenizer)} | SHAPES[shape],
         architectures=[Qwen3ForCausalLM.__name__],
@@ -119,9 +137,9 @@ def random_config(shape: str, device: str) -> Qwen3Config:
     )
 
 
-def random_model(shape: str, device: str) -> PreTrainedModel:
+def random_model(shape: str, device: str, tokenizer: Any = None) -> PreTrainedModel:
     """The same random Qwen3 each time."""
-    config, before = random_config(shape, device), torch.get_default_dtype()
+    config, before = random_config(shape, device, tokenizer), torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(config.dtype)
     try:
@@ -131,13 +149,12 @@ def random_model(shape: str, device: str) -> PreTrainedModel:
         torch.set_default_dtype(before)
 
 
-def save_random_model(folder: Path, shape: str, device: str, weights: bool = True) -> str:
+def save_random_model(folder: Path, shape: str, device: str, weights: bool = True, tokenizer: Any = None) -> str:
     """Write a random model and its tokenizer where `from_pretrained` and vLLM find them."""
-    family_tokenizer("qwen3").save_pretrained(folder)
-    if weights:
-        random_model(shape, device).save_pretrained(folder)
-    else:
-        random_config(shape, device).save_pretrained(folder)
+    tokenizer = tokenizer or family_tokenizer("qwen3")
+    tokenizer.save_pretrained(folder)
+    make = random_model if weights else random_config
+    make(shape, device, tokenizer).save_pretrained(folder)
     return str(folder)
 
 

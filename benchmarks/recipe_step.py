@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fixed_turns import SHAPES, device_name, family_tokenizer, markdown, say
+from fixed_turns import SHAPES, device_name, family_tokenizer, markdown, save_random_model, say
 
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
@@ -42,7 +42,7 @@ import grpo_qwen3
 import torch
 from recipe_parts.run_folder import versions
 from recipe_parts.stand_in import STAND_IN
-from transformers import AutoTokenizer, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 
 from mcp_grpo import MCPGRPOTrainer
@@ -60,57 +60,15 @@ NUM_TASKS = 160
 PERIOD = 0.5  # seconds between looks at the GPU's memory
 NO_TOKEN = 2**31 - 1  # ends a turn of `transformers`, and is never sampled
 GIB = 2**30
-QWEN3_SHAPES = SHAPES | {
-    "1.7b": SHAPES["0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144},
-    "4b": SHAPES["8b"] | {"hidden_size": 2560, "intermediate_size": 9728},
-}
-
-
-def save_random_model(folder: Path, shape: str, device: str, tokenizer: Any) -> None:
-    """
-    Write a random Qwen3 where `from_pretrained` and vLLM find it: bf16 for a GPU, float32 for a CPU.
-
-    Args:
-        folder (`Path`):
-            Where to.
-        shape (`str`):
-            A key of `QWEN3_SHAPES`.
-        device (`str`):
-            `"cuda"` or `"cpu"`.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Its tokenizer.
-    """
-    dtype, before = torch.bfloat16 if device == "cuda" else torch.float32, torch.get_default_dtype()
-    config = Qwen3Config(
-        **{"vocab_size": len(tokenizer)} | QWEN3_SHAPES[shape],
-        architectures=[Qwen3ForCausalLM.__name__],
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=shape != "8b",
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=dtype,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            Qwen3ForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(before)
-    tokenizer.save_pretrained(folder)
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def shape_of(name: str) -> str:
     """Which shape a model of the recipes has, by its name."""
     if name == STAND_IN:
         return "tiny"
-    found = [shape for shape in QWEN3_SHAPES if f"qwen3-{shape}" in name.lower()]
+    found = [shape for shape in SHAPES if f"qwen3-{shape}" in name.lower()]
     if not found:
-        raise SystemExit(f"The shape of {name!r} is not known. Set `--shape` to one of {', '.join(QWEN3_SHAPES)}.")
+        raise SystemExit(f"The shape of {name!r} is not known. Set `--shape` to one of {', '.join(SHAPES)}.")
     return found[0]
 
 
@@ -418,7 +376,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="configuration of the recipe")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokenizer", help="folder of a tokenizer")
-    parser.add_argument("--shape", choices=QWEN3_SHAPES, help="by default that of the configuration's model")
+    parser.add_argument("--shape", choices=SHAPES, help="by default that of the configuration's model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options, passed_on = parser.parse_known_args()
@@ -429,7 +387,10 @@ def main() -> None:
     tokenizer, source = find_tokenizer(options.tokenizer, name)
     with tempfile.TemporaryDirectory() as folder, MemoryWatch(options.device) as watch:
         model = Path(folder) / "model"
-        save_random_model(model, shape, options.device, tokenizer)
+        save_random_model(model, shape, options.device, tokenizer=tokenizer)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
         arguments = ["--config", options.config, "--model_name_or_path", str(model)]
         arguments += ["--output_dir", str(Path(folder) / "run"), "--max_steps", str(options.steps), "--profile"]
         arguments += ["--num_tasks", str(NUM_TASKS), "--eval_strategy", "no", "--save_strategy", "no"]
