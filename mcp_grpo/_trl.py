@@ -33,6 +33,7 @@ from trl.trainer.utils import (
     add_fused_lm_head,
     disable_dropout_in_model,
     is_async_callable,
+    split_tensor_dict,
 )
 
 
@@ -54,6 +55,7 @@ __all__ = [
     "parse_response",
     "per_update",
     "policy_for_generation",
+    "split_tensor_dict",
     "supports_tool_calling",
     "tables_as_text",
     "vllm_made_by",

@@ -203,7 +203,10 @@ class MCPGRPOConfig(GRPOConfig):
         trim_padding (`bool`, *optional*, defaults to `True`):
             With `servers`, whether a pass through the policy is only as wide as the longest trajectory in it, and not as
             all of the batch, and begins without padding: attention needs no mask then, which is faster. Numbers are those of
-            each trajectory alone. Left out for images and for rotary embeddings that depend on the width.
+            each trajectory alone. Trajectories of like length share a pass, unless the loss is more than a sum over them
+            (`loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`, `bootstrap_steps`, a loss of experts). With
+            `old_logps="sampler"` the loss projects only sampled tokens to the vocabulary. Left out for images and for rotary
+            embeddings that depend on the width.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
             `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and
@@ -513,7 +516,7 @@ class MCPGRPOConfig(GRPOConfig):
     trim_padding: bool = field(
         default=True,
         metadata={
-            "help": "Whether a pass through the policy is only as wide as the longest trajectory in it.",
+            "help": "Whether the policy is spared padding, and projecting to the vocabulary what tools wrote.",
         },
     )
     weight_sync: str = field(

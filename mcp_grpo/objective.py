@@ -23,6 +23,7 @@ from mcp_grpo.learning import (
     Unpadded,
     ValueRecorder,
     add_value_head,
+    by_length,
     capped_reference,
     imitation_loss,
     kl_of_masked,
@@ -230,6 +231,28 @@ class ObjectiveTrainer(GRPOTrainer):
             "needs_bootstrap": torch.tensor(float(is_needed), device=imitated.device),
         }
 
+    @property
+    def _is_trimming(self) -> bool:
+        """Whether passes are only as wide as their longest row."""
+        return self.args.trim_padding and self._is_guarded and not self._minds_width
+
+    @property
+    def _is_sum_of_rows(self) -> bool:
+        """Whether the gradient of an update is the same however its rows are spread over passes."""
+        args = self.args
+        has_means = self.loss_type == "bnpo" or self._has_entropy_bonus or args.bootstrap_steps > 0
+        looks_around = args.top_entropy_quantile < 1 or self.aux_loss_enabled
+        return not has_means and not looks_around
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        batches = self._buffered_inputs
+        if batches is before or "pixel_values" in inputs or not self._is_trimming or not self._is_sum_of_rows:
+            return inputs
+        self._buffered_inputs = by_length(batches)  # all of one update: see `check_arguments`
+        return self._buffered_inputs[self._step % len(batches)]
+
     # ---- The loss ----
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -272,8 +295,12 @@ class ObjectiveTrainer(GRPOTrainer):
     ) -> Any:
         is_policy = self._settled is not None or self._is_scoring
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
-        if self.args.trim_padding and self._is_guarded and is_text and not self._minds_width:
-            model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1))
+        if self._is_trimming and is_text:
+            wanted = None
+            # Not where the policy's log-probabilities of what tools wrote have been computed before: no ratios to those.
+            if self._settled is not None and self.args.old_logps == "sampler":
+                wanted = (self._settled["turn_ids"] >= 0) | (self._settled["tool_mask"] > 0)
+            model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1), wanted=wanted)
         recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
         output = super()._get_per_token_logps_and_entropies(
             cast(Any, recorder or model), input_ids, attention_mask, logits_to_keep, *args, **kwargs

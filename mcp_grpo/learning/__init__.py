@@ -11,7 +11,7 @@ from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
 from mcp_grpo.learning.health import Health
 from mcp_grpo.learning.kl import KLControl, capped_reference
-from mcp_grpo.learning.padding import Unpadded, minds_width
+from mcp_grpo.learning.padding import Unpadded, by_length, minds_width
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
@@ -47,6 +47,7 @@ __all__ = [
     "Unpadded",
     "ValueRecorder",
     "add_value_head",
+    "by_length",
     "capped_reference",
     "check_failures",
     "check_groups",

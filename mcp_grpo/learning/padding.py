@@ -1,9 +1,11 @@
 """Passes through a model that spend no time on padding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from mcp_grpo._trl import split_tensor_dict
 
 
 _BY_WIDTH = ("longrope", "dynamic")  # rotary embeddings that are others for longer inputs
@@ -27,11 +29,14 @@ class Unpadded:
             Causal language model with a fused LM head, which may be wrapped for several processes. See [`minds_width`].
         multiple (`int`, *optional*, defaults to `1`):
             What the width is to be a multiple of, where the padded rows allow it.
+        wanted (`torch.Tensor` of shape `(B, T)`, *optional*):
+            Which of the last tokens are worth a projection to the vocabulary. If not given, all that have a label.
     """
 
-    def __init__(self, model: Any, multiple: int = 1) -> None:
+    def __init__(self, model: Any, multiple: int = 1, wanted: torch.Tensor | None = None) -> None:
         self._model = model
         self._multiple = multiple
+        self._wanted = wanted
 
     def __call__(
         self,
@@ -58,8 +63,11 @@ class Unpadded:
                 What else the model is called with.
 
         Returns:
-            `FusedCausalLMOutput`: As for the padded rows, with zeros for padding.
+            `FusedCausalLMOutput`: As for the padded rows, with zeros for padding and for what is not wanted.
         """
+        if self._wanted is not None:
+            rest = labels.size(1) - self._wanted.size(1)
+            labels = torch.cat([labels[:, :rest], labels[:, rest:].masked_fill(~self._wanted, -100)], dim=1)
         width = int(attention_mask.sum(dim=1).amax().clamp(min=2))
         width = min(-(-width // self._multiple) * self._multiple, input_ids.size(1))
         places = torch.argsort(attention_mask, dim=1, descending=True, stable=True)[:, :width]
@@ -79,6 +87,24 @@ class Unpadded:
         if num_values is not None and getattr(output, "value_preds", None) is not None:
             output.value_preds = _put_back(output.value_preds, places, input_ids.shape)[:, -num_values:]
         return output
+
+
+def by_length(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Put rows of like length into one pass, the longest first.
+
+    Args:
+        batches (`Sequence[dict[str, Any]]`):
+            The rows of each pass of one update, as TRL has split them.
+
+    Returns:
+        `list[dict[str, Any]]`: As many passes with as many rows.
+    """
+    columns = [name for name, value in batches[0].items() if value is not None and value.ndim]
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in columns}
+    lengths = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    return split_tensor_dict(batches[0] | {name: value[order] for name, value in rows.items()}, len(batches))
 
 
 def minds_width(config: Any) -> bool:

@@ -1,5 +1,6 @@
 """Passes without padding: the same numbers and gradients, from fewer tokens."""
 
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,14 @@ import pytest
 import torch
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
-from helpers.runs import make_trainer
+from helpers.runs import OneByOne, make_trainer
+from helpers.sums import ROWS
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo import MCPGRPOTrainer
-from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head, minds_width
+from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head, by_length, minds_width
 
 
 PROMPTS, COMPLETIONS = (3, 9, 1, 0, 5), (7, 2, 0, 0, 11)
@@ -176,3 +178,111 @@ def test_the_loss_is_the_same_with_and_without_padding(tmp_path: Path, adding_mo
         assert sum(gradient.abs().sum() for gradient in padded[1].values()) > 0
         for name, gradient in padded[1].items():
             torch.testing.assert_close(trimmed[1][name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_only_what_is_wanted_is_scored_and_with_the_same_figures(model: Any) -> None:
+    inputs, length = batch(), max(COMPLETIONS)
+    wanted = torch.rand(len(PROMPTS), length) < 0.5
+    everything, some = (Unpadded(model, wanted=w)(**inputs, fused_lm_head=True) for w in (None, wanted))
+    assert 0 < some.label_mask.sum() < everything.label_mask.sum()
+    for name in ("log_probs", "entropy"):
+        found, expected = getattr(some, name)[:, -length:], getattr(everything, name)[:, -length:]
+        torch.testing.assert_close(found, expected * wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_like_length_share_a_pass() -> None:
+    lengths = [[3, 9], [4, 1], [5, 2], [8, 6]]
+    batches = [
+        {
+            "prompt_mask": torch.ones(2, 2),
+            "completion_mask": (torch.arange(10) < torch.tensor(each).unsqueeze(1)).long(),
+            "ids": torch.tensor(each),
+            "num_items_in_batch": torch.tensor(38),
+            "nothing": None,
+        }
+        for each in lengths
+    ]
+    found = by_length(batches)
+    assert [each["ids"].tolist() for each in found] == [[9, 8], [6, 5], [4, 3], [2, 1]]
+    assert all(torch.equal(each["completion_mask"].sum(dim=1), each["ids"]) for each in found)
+    assert all(each["num_items_in_batch"] == 38 and each["nothing"] is None for each in found)
+
+
+class Seen(TrainerCallback):
+    """Notes the gradients of each update."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **kwargs: Any) -> None:
+        named = model.named_parameters()
+        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+
+class Rowwise(OneByOne):
+    """Notes the lengths of the rows of each pass; may leave them where TRL has put them."""
+
+    leaves_order = False
+
+    @property
+    def _is_sum_of_rows(self) -> bool:
+        return not self.leaves_order and super()._is_sum_of_rows
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
+        self.passes = [*getattr(self, "passes", []), lengths.tolist()]
+        return super()._compute_loss(model, inputs)
+
+
+TASKS = [*ROWS[:2], *({**row, "prompt": "What is the sum of two and three? " * 4} for row in ROWS[2:])]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo", "beta": 0.1, "advantage_mode": "hybrid", "value_warmup_steps": 0},
+        {"steps_per_generation": 2, "per_device_train_batch_size": 8},
+    ],
+    ids=["dapo", "grpo with values", "two batches"],
+)
+def test_an_update_is_the_same_whichever_rows_share_a_pass(
+    tmp_path: Path, adding_model: str, changes: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
+    found = []
+    for leaves_order in (True, False):
+        seen = Seen()
+        with make_trainer(
+            tmp_path, adding_model, Rowwise, rows=TASKS, callbacks=[seen], **{**settings, **changes}
+        ) as trainer:
+            trainer.leaves_order = leaves_order
+            trainer.train()
+        found.append((trainer.passes, seen.gradients[0]))
+    (as_drawn, expected), (passes, gradients) = found
+    num_batches = 2 if "steps_per_generation" in changes else 1
+    for batch_drawn, batch_passes in zip(_halves(as_drawn, num_batches), _halves(passes, num_batches), strict=True):
+        assert batch_passes == sorted(batch_drawn, reverse=True) != batch_drawn
+    assert sum(gradient.abs().sum() for gradient in expected.values()) > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def _halves(passes: list[list[int]], num: int) -> list[list[int]]:
+    size = len(passes) // num
+    return [list(chain(*passes[first : first + size])) for first in range(0, len(passes), size)]
+
+
+def test_rows_stay_where_they_are_if_a_pass_is_more_than_their_sum(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model) as trainer:
+        assert trainer._is_sum_of_rows
+        for holder, name, value in [
+            (trainer, "loss_type", "bnpo"),
+            (trainer, "_has_entropy_bonus", True),
+            (trainer, "aux_loss_enabled", True),
+            (trainer.args, "bootstrap_steps", 5),
+            (trainer.args, "top_entropy_quantile", 0.5),
+        ]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(holder, name, value)
+                assert not trainer._is_sum_of_rows, name
