@@ -55,6 +55,7 @@ POSITIVE_OR_NONE = (
     "kl_hard_cap",
     "max_concurrent_trajectories",
     "batch_timeout",
+    "max_turn_tokens",
     *FIRST_PHASE,
 )
 MIN_RESULT_TOKENS = 16  # with fewer, there is no room for the words that say that something was cut
@@ -73,6 +74,9 @@ class MCPGRPOConfig(GRPOConfig):
     Args:
         max_turns (`int`, *optional*, defaults to `10`):
             Times the policy may generate in one trajectory. A task's own `max_turns` comes first.
+        max_turn_tokens (`int`, *optional*):
+            Tokens the policy may generate in one turn. A turn that reaches them ends the trajectory, as one that reaches
+            `max_completion_length` does: a few that ramble make a whole batch wait. If `None`, there is no such limit.
         max_result_tokens (`int`, *optional*):
             Tokens of one tool result that the policy reads. A longer one is cut in the middle, with a note that says so.
             If `None`, half of `max_completion_length`.
@@ -194,8 +198,7 @@ class MCPGRPOConfig(GRPOConfig):
         first_phase_temperature (`float`, *optional*):
             Temperature of sampling in the first phase. If `None`, `temperature`.
         first_phase_turn_tokens (`int`, *optional*):
-            Tokens of one turn in the first phase. A turn that reaches them ends the trajectory, as one that reaches
-            `max_completion_length` does. If `None`, there is no such limit.
+            Tokens of one turn in the first phase. If `None`, `max_turn_tokens`.
         rollout_ahead (`int`, *optional*, defaults to `0`):
             With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one update
             before; ratios are to that policy. Needs vLLM, on a server or in process without sleep mode. A run that is
@@ -231,6 +234,12 @@ class MCPGRPOConfig(GRPOConfig):
         default=10,
         metadata={
             "help": "Times the policy may generate in one trajectory. A task's own `max_turns` comes first.",
+        },
+    )
+    max_turn_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens the policy may generate in one turn. A turn that reaches them ends the trajectory.",
         },
     )
     max_result_tokens: int | None = field(
@@ -795,6 +804,7 @@ class MCPGRPOConfig(GRPOConfig):
             max_turns=self.max_turns,
             max_completion_length=max_completion_length,
             max_context=max_context,
+            max_turn_tokens=self.max_turn_tokens,
             max_result_tokens=self.max_result_tokens or max(MIN_RESULT_TOKENS, max_completion_length // 2),
             timeout=self.trajectory_timeout,
         )
@@ -827,7 +837,7 @@ class MCPGRPOConfig(GRPOConfig):
         Returns:
             [`Limits`]: The limits of that step.
         """
-        if step is None or step >= self.first_phase_steps:
+        if step is None or step >= self.first_phase_steps or self.first_phase_turn_tokens is None:
             return limits
         return replace(limits, max_turn_tokens=self.first_phase_turn_tokens)
 
@@ -854,6 +864,7 @@ class MCPGRPOConfig(GRPOConfig):
 
 
 NEEDS_SERVERS = (
+    "max_turn_tokens",
     "max_concurrent_trajectories",
     "batch_timeout",
     "straggler_policy",

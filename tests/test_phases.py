@@ -11,7 +11,7 @@ from helpers.runs import make_trainer
 from helpers.sums import ROWS
 from peft import LoraConfig
 
-from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, StopReason
 from mcp_grpo.errors import OutOfMemoryError, SettingsError
 from mcp_grpo.monitor import Phases, TrajectoryLog, profile_table
 from mcp_grpo.monitor.profile import PHASES, remedies
@@ -53,10 +53,10 @@ class Recording(MCPGRPOTrainer):
 def test_ratios_are_1_on_both_sides_of_the_end_of_the_first_phase(
     tmp_path: Path, adding_model: str, peft_config: Any, changes: dict[str, Any]
 ) -> None:
-    settings = TWO_PHASES | {"first_phase_turn_tokens": 200} | changes
+    settings = TWO_PHASES | {"first_phase_turn_tokens": 200, "max_turn_tokens": 300} | changes
     with make_trainer(tmp_path, adding_model, Recording, peft_config=peft_config, **settings) as trainer:
         trainer.train()
-    assert trainer.rolled_out == [(1.3, 200)] * 2 + [(0.7, None)] * 2
+    assert trainer.rolled_out == [(1.3, 200)] * 2 + [(0.7, 300)] * 2
     assert trainer.learnt == [1.3, 1.3, 0.7, 0.7]
     history = [entry for entry in trainer.state.log_history if "ratio/p50" in entry]
     assert len(history) == 4
@@ -85,14 +85,21 @@ def test_a_batch_that_outlives_the_first_phase_is_learnt_from_at_its_own_tempera
         assert entry["ratio/p90"] == pytest.approx(1, abs=1e-3)
 
 
-def test_a_turn_of_the_first_phase_is_as_long_as_it_may_be(tmp_path: Path, adding_model: str) -> None:
+def test_a_turn_is_as_long_as_it_may_be(tmp_path: Path, adding_model: str) -> None:
     settings = TWO_PHASES | {"first_phase_turn_tokens": 5, "first_phase_steps": 1, "max_steps": 2}
-    with make_trainer(tmp_path, adding_model, peft_config=LORA, **settings) as trainer:
+    with make_trainer(tmp_path, adding_model, peft_config=LORA, max_turn_tokens=9, **settings) as trainer:
         trainer.train()
+        [evaluated] = trainer.roll_out(trainer.train_dataset.select([0]))
     first, second = (e for e in trainer.state.log_history if "completions/max_length" in e)
-    assert first["completions/max_length"] == 5
-    assert first["stop/max_tokens"] == 1
-    assert second["completions/max_length"] > 5
+    assert [e["completions/max_length"] for e in (first, second)] == [5, 9]
+    assert [e["stop/max_tokens"] for e in (first, second)] == [1, 1]
+    assert (len(evaluated.completion_ids), evaluated.stop_reason) == (9, StopReason.MAX_TOKENS)
+
+
+def test_a_first_phase_of_another_temperature_keeps_the_limit_of_turns(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, Recording, **TWO_PHASES, max_turn_tokens=9) as trainer:
+        trainer.train()
+    assert trainer.rolled_out == [(1.3, 9)] * 2 + [(0.7, 9)] * 2
 
 
 @pytest.mark.parametrize(

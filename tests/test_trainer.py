@@ -459,7 +459,13 @@ def test_a_configuration_of_trl_is_refused_together_with_servers(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_turns": 0}, {"max_result_tokens": 15}, {"trajectory_timeout": 0.0}, {"max_failed_fraction": 1.5}],
+    [
+        {"max_turns": 0},
+        {"max_turn_tokens": 0},
+        {"max_result_tokens": 15},
+        {"trajectory_timeout": 0.0},
+        {"max_failed_fraction": 1.5},
+    ],
     ids=lambda s: next(iter(s)),
 )
 def test_a_setting_out_of_range_is_refused(tmp_path: Path, settings: dict) -> None:
