@@ -17,11 +17,11 @@ from helpers.policies import tiny_model
 from helpers.runs import make_trainer, settings
 from helpers.sums import ROWS, SERVERS
 from peft import LoraConfig, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo.errors import SamplerError, SettingsError
-from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings
+from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings, chosen_weight_sync
 from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
 
 
@@ -317,6 +317,21 @@ def test_a_model_that_is_quantised_in_another_way_than_vllm_s_is_refused(kind: s
     )
     with pytest.raises(SettingsError, match=f"but the policy has {kind}.*bnb_4bit_use_double_quant=True"):
         VLLMBackend(settings=VLLMSettings(), model=policy, mode="colocate")
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_a_model_that_was_rounded_before_it_was_quantised_is_refused(tmp_path: Path, loaded: torch.dtype) -> None:
+    tiny_model(family_tokenizer("qwen3")).save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=loaded)
+    base.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    policy = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    if loaded == torch.float32:
+        assert chosen_weight_sync("auto", policy, "colocate") == "adapter"
+    else:
+        with pytest.raises(SettingsError, match=r'is in float32.*rounded to bfloat16.*Load it with `dtype="float32"`'):
+            VLLMBackend(settings=VLLMSettings(), model=policy, mode="colocate")
 
 
 def test_an_adapter_that_vllm_cannot_apply_is_refused_where_it_is_asked_for() -> None:

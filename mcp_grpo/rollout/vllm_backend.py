@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from mcp_grpo._trl import VLLMGeneration, engine_arguments
 from mcp_grpo.errors import SamplerError, SettingsError
@@ -246,6 +247,13 @@ def chosen_weight_sync(weight_sync: WeightSync, policy: Any, mode: str) -> str:
             'would not be the same model. Load it with `bnb_4bit_quant_type="nf4"` and `bnb_4bit_use_double_quant=True`, or '
             "from a checkpoint that is quantised already."
         )
+    if mode == "colocate" and (rounded := _rounded_before_quantization(policy)):
+        stored, loaded = rounded
+        raise SettingsError(
+            f"vLLM quantises the base model from its checkpoint, which is in {stored}, but the policy was rounded to {loaded} "
+            "before it was quantised: the two would not be the same model. Load it with "
+            f'`dtype="{stored}"`, or save the base model in {loaded} first and train on that.'
+        )
     if weight_sync == "adapter" and problem is not None:
         raise SettingsError(f'`weight_sync="adapter"` is not possible: {problem}. Set `weight_sync="merge"`.')
     if weight_sync != "auto":
@@ -253,14 +261,34 @@ def chosen_weight_sync(weight_sync: WeightSync, policy: Any, mode: str) -> str:
     return "adapter" if is_quantized or (mode == "server" and problem is None) else "merge"
 
 
+def _is_quantized_by_vllm(policy: Any) -> bool:
+    """Whether the policy is in 4 bits and its checkpoint is not."""
+    config: Any = getattr(policy.config, "quantization_config", None)
+    is_stored = getattr(getattr(policy, "hf_quantizer", None), "pre_quantized", False)
+    return bool(getattr(config, "load_in_4bit", False)) and not is_stored
+
+
 def _other_quantization(policy: Any) -> str | None:
     """In what the policy's 4-bit weights differ from those that vLLM makes of the same checkpoint."""
-    config: Any = getattr(policy.config, "quantization_config", None)
-    quantizer = getattr(policy, "hf_quantizer", None)
-    if not getattr(config, "load_in_4bit", False) or getattr(quantizer, "pre_quantized", False):
+    if not _is_quantized_by_vllm(policy):
         return None
+    config = policy.config.quantization_config
     kind, is_double = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
     return None if kind == "nf4" and is_double else f"{kind} {'with' if is_double else 'without'} it"
+
+
+def _rounded_before_quantization(policy: Any) -> tuple[str, str] | None:
+    """The precision of the checkpoint and that of the weights which were quantised, where they are not the same."""
+    if not _is_quantized_by_vllm(policy):
+        return None
+    try:
+        stored = AutoConfig.from_pretrained(policy.config._name_or_path).dtype
+    except (OSError, ValueError):  # nobody knows: the probe will tell
+        return None
+    loaded = policy.config.dtype
+    if stored is None or loaded is None or stored == loaded:
+        return None
+    return str(stored).removeprefix("torch."), str(loaded).removeprefix("torch.")
 
 
 def _fast_folder() -> str | None:
