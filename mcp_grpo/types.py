@@ -17,6 +17,11 @@ from mcp_grpo.token_view import TokenView, ViewCall, ViewToken
 
 Message = dict[str, Any]  # a chat message, as chat templates and TRL take it
 
+TRAJECTORY_ID = "mcp_grpo/trajectory_id"
+"""In `_meta` of a request: whose call it is, for servers that keep state by that."""
+OUTAGE = "mcp_grpo/outage"
+"""In `_meta` of an error: what the server itself relies on has failed, so that the policy is not to blame."""
+
 
 class StopReason(StrEnum):
     """Why a trajectory ended."""

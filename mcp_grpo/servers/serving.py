@@ -15,12 +15,11 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 
 from mcp_grpo.servers.vendor import VendorError
+from mcp_grpo.types import OUTAGE, TRAJECTORY_ID
 
 
 logger = logging.getLogger(__name__)
 
-TRAJECTORY_ID = "mcp_grpo/trajectory_id"
-OUTAGE = "mcp_grpo/outage"
 READ_ONLY = types.ToolAnnotations(read_only_hint=True)
 
 

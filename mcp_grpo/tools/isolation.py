@@ -16,11 +16,10 @@ from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.seat import Seat, SessionSeat
 from mcp_grpo.tools.server import OpenServer
 from mcp_grpo.tools.session import NotSentError, Session
+from mcp_grpo.types import TRAJECTORY_ID
 
 
 logger = logging.getLogger(__name__)
-
-TRAJECTORY_ID = "mcp_grpo/trajectory_id"
 
 
 def open_server(

@@ -24,11 +24,9 @@ from mcp.types import (
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.framing import MALFORMED, OVERSIZED
 from mcp_grpo.tools.http import TRANSPORT
-from mcp_grpo.types import ResultKind, ToolResult
+from mcp_grpo.types import OUTAGE, ResultKind, ToolResult
 
 
-OUTAGE = "mcp_grpo/outage"
-"""In `_meta` of an error: what the server itself relies on has failed, so that the policy is not to blame."""
 NO_MESSAGE = "The tool reported an error without saying which."
 _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydantic\.dev/\S+")
 

@@ -15,10 +15,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from mcp_grpo.errors import MCPGRPOError, SettingsError
 from mcp_grpo.servers import vendor
-from mcp_grpo.servers.serving import OUTAGE, DeskServer
+from mcp_grpo.servers.serving import DeskServer
 from mcp_grpo.servers.vendor import Limits, TokenBucket, VendorClient, VendorError, required_key
 from mcp_grpo.tools import ToolPool
-from mcp_grpo.types import ResultKind, ToolCall
+from mcp_grpo.types import OUTAGE, ResultKind, ToolCall
 
 
 pytestmark = pytest.mark.anyio

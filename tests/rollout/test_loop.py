@@ -19,8 +19,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_grpo.errors import CatalogError, RolloutError, ToolServerError
 from mcp_grpo.rollout import Generation, Limits, Renderer, RolloutEngine, Sampling, roll_out
 from mcp_grpo.tools import Cassette, Lease, ServerConfig, ToolPool
-from mcp_grpo.tools.isolation import TRAJECTORY_ID
-from mcp_grpo.types import ResultKind, StopReason, Task, Trajectory
+from mcp_grpo.types import TRAJECTORY_ID, ResultKind, StopReason, Task, Trajectory
 
 
 pytestmark = pytest.mark.anyio
