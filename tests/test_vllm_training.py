@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -20,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo._trl import VLLMGeneration
 from mcp_grpo.errors import SamplerError, SettingsError
 from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings, chosen_weight_sync
 from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
@@ -332,6 +334,24 @@ def test_a_model_that_was_rounded_before_it_was_quantised_is_refused(tmp_path: P
     else:
         with pytest.raises(SettingsError, match=r'is in float32.*rounded to bfloat16.*Load it with `dtype="float32"`'):
             VLLMBackend(settings=VLLMSettings(), model=policy, mode="colocate")
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "given", "is_own"), [(1, None, True), (1, "23001", False), (2, None, False)]
+)
+def test_a_run_meets_its_vllm_at_a_port_of_its_own_unless_it_was_told_where(
+    monkeypatch: pytest.MonkeyPatch, num_processes: int, given: str | None, is_own: bool
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", given or "")  # so that it is as before in the end
+    seen = []
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda _: seen.append(os.environ["MASTER_PORT"]))
+    backend = object.__new__(VLLMBackend)
+    backend.accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cuda"))
+    backend._settings, backend.weight_sync, backend.enable_sleep_mode = VLLMSettings(), "merge", False
+    backend._init_vllm()
+    # TRL's first choice, if it is free: runs that start at the same time would all make it.
+    assert (int(seen[0] or 29500) not in (29500, 23001)) == is_own
+    assert seen[0] == (given or "") or is_own
 
 
 def test_an_adapter_that_vllm_cannot_apply_is_refused_where_it_is_asked_for() -> None:

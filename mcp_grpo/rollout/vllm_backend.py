@@ -1,7 +1,9 @@
 """What TRL runs vLLM with in process, made to take adapters as well as whole weights."""
 
+import os
 import random
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -143,6 +145,8 @@ class VLLMBackend(VLLMGeneration):
             # TRL would drop the weights now; those below the adapter are not sent again.
             arguments |= {"enable_sleep_mode": True}
             self.enable_sleep_mode = False
+        if self.accelerator.num_processes == 1:
+            _take_port()
         with engine_arguments({**arguments, **self._settings.engine}), _random_state_kept():
             super()._init_vllm()
         if self.sends_adapters and sleeps:
@@ -289,6 +293,14 @@ def _rounded_before_quantization(policy: Any) -> tuple[str, str] | None:
     if stored is None or loaded is None or stored == loaded:
         return None
     return str(stored).removeprefix("torch."), str(loaded).removeprefix("torch.")
+
+
+def _take_port() -> None:
+    """Choose where vLLM meets itself. Runs that start together would all get the same port from TRL, if it is free."""
+    if os.environ.get("MASTER_PORT", "") in ("", "0", "auto"):
+        with socket.socket() as any_port:
+            any_port.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(any_port.getsockname()[1])
 
 
 def _fast_folder() -> str | None:
