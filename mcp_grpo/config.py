@@ -207,7 +207,8 @@ class MCPGRPOConfig(GRPOConfig):
             With `servers`, whether a pass through the policy is only as wide as the longest trajectory in it, and not as
             all of the batch, and begins without padding: attention needs no mask then, which is faster. Numbers are those of
             each trajectory alone. Trajectories of like length share a pass, unless the loss is more than a sum over them
-            (`loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`, `bootstrap_steps`, a loss of experts). With
+            (`loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`, `bootstrap_steps`, a loss of experts); TRL's own
+            figures that are means over passes (`entropy`, `kl`, `clip_ratio`) give short trajectories more weight then. With
             `old_logps="sampler"` the loss projects only sampled tokens to the vocabulary. Left out for images and for rotary
             embeddings that depend on the width.
         weight_sync (`str`, *optional*, defaults to `"auto"`):

@@ -19,6 +19,7 @@ from mcp_grpo.learning import (
     Health,
     MovingReference,
     RatioGate,
+    TokenFigures,
     TurnRewards,
     Unpadded,
     ValueRecorder,
@@ -107,7 +108,7 @@ class ObjectiveTrainer(GRPOTrainer):
                 p for p in named() if not any(o in p[0] for o in others)
             )
         self._kl_control = args.make_kl_control()
-        self._kl_seen: list[tuple[float, float]] = []
+        self._token_figures = TokenFigures()  # of the update at hand
         self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
         self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
         self._has_entropy_bonus = self._entropy_bonus_enabled
@@ -238,7 +239,7 @@ class ObjectiveTrainer(GRPOTrainer):
 
     @property
     def _is_sum_of_rows(self) -> bool:
-        """Whether the gradient of an update is the same however its rows are spread over passes."""
+        """Whether an update is the same however its rows are spread over passes, unless one is over `kl_hard_cap`."""
         args = self.args
         has_means = self.loss_type == "bnpo" or self._has_entropy_bonus or args.bootstrap_steps > 0
         looks_around = args.top_entropy_quantile < 1 or self.aux_loss_enabled
@@ -300,6 +301,8 @@ class ObjectiveTrainer(GRPOTrainer):
             # Not where the policy's log-probabilities of what tools wrote have been computed before: no ratios to those.
             if self._settled is not None and self.args.old_logps == "sampler":
                 wanted = (self._settled["turn_ids"] >= 0) | (self._settled["tool_mask"] > 0)
+                if "masked" in self._settled:  # also of what has no reward, and so no turns
+                    wanted |= self._settled["masked"] > 0
             model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1), wanted=wanted)
         recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
         output = super()._get_per_token_logps_and_entropies(
@@ -357,18 +360,18 @@ class ObjectiveTrainer(GRPOTrainer):
             is_on_policy=self._is_first_pass and not (self.model.training and self.args.rollout_ahead),
         )
         total = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
-        metrics = token_metrics(dict(zip(sums, total, strict=True)))
-        metrics |= ratio_quantiles(logps, sampling, mask, self.accelerator)
-        if "kl/active" in metrics:
-            if self.model.training:
-                self._kl_seen.append((metrics["kl/active"], total[0]))
-            if (cap := self.args.kl_hard_cap) is not None:
-                inputs["ref_per_token_logps"] = capped_reference(logps, cast(torch.Tensor, reference), cap)
-                is_over = not metrics["kl/active"] <= cap
-                metrics["kl/hard_cap_hits"] = float(is_over)
-                advantages = torch.zeros_like(advantages) if is_over else advantages
+        total = dict(zip(sums, total, strict=True))
+        metrics, quantiles = token_metrics(total), ratio_quantiles(logps, sampling, mask, self.accelerator)
+        if "kl/active" in metrics and (cap := self.args.kl_hard_cap) is not None:
+            inputs["ref_per_token_logps"] = capped_reference(logps, cast(torch.Tensor, reference), cap)
+            is_over = not metrics["kl/active"] <= cap
+            self._record({"kl/hard_cap_hits": float(is_over)})
+            advantages = torch.zeros_like(advantages) if is_over else advantages
         inputs["advantages"] = advantages
-        self._record(metrics)
+        if self.model.training:
+            self._token_figures.add(total, quantiles)
+        else:
+            self._record(metrics | quantiles)
 
     # ---- The optimizer ----
 
@@ -403,12 +406,12 @@ class ObjectiveTrainer(GRPOTrainer):
         """What follows an update: KL control, the mixing weight, the reference, and a look at the run's health."""
         if self._critic is not None:
             self._record(self._critic.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum")))
-        if self._kl_control is not None and self._kl_seen:
-            num_tokens = sum(count for _, count in self._kl_seen)
-            self._kl_control.update(sum(kl * count for kl, count in self._kl_seen) / max(num_tokens, 1.0))
+        of_tokens, self._token_figures = self._token_figures.metrics(), TokenFigures()
+        self._record(of_tokens)
+        if self._kl_control is not None and "kl/active" in of_tokens:
+            self._kl_control.update(of_tokens["kl/active"])
             self.beta = self._kl_control.beta
             self._record({"kl/beta": self.beta})
-        self._kl_seen = []
         if self._reference is not None and self.state.global_step % self.args.ref_sync_steps == 0:
             self._reference.sync()
             distance, num_differing = self._reference.difference()

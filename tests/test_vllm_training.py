@@ -321,9 +321,15 @@ def test_a_model_that_is_quantised_in_another_way_than_vllm_s_is_refused(kind: s
         VLLMBackend(settings=VLLMSettings(), model=policy, mode="colocate")
 
 
-@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
-def test_a_model_that_was_rounded_before_it_was_quantised_is_refused(tmp_path: Path, loaded: torch.dtype) -> None:
-    tiny_model(family_tokenizer("qwen3")).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("stored", "loaded"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=["as it was", "wider", "rounded"],
+)
+def test_a_model_that_was_rounded_before_it_was_quantised_is_refused(
+    tmp_path: Path, stored: torch.dtype, loaded: torch.dtype
+) -> None:
+    tiny_model(family_tokenizer("qwen3")).to(stored).save_pretrained(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=loaded)
     base.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True

@@ -16,7 +16,7 @@ from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
 from mcp_grpo.learning.syntax import SyntaxRoles
-from mcp_grpo.learning.token_metrics import ratio_quantiles, token_metrics, token_sums
+from mcp_grpo.learning.token_metrics import TokenFigures, ratio_quantiles, token_metrics, token_sums
 from mcp_grpo.learning.turn_rewards import TurnRewards
 from mcp_grpo.learning.value_head import (
     ValueRecorder,
@@ -43,6 +43,7 @@ __all__ = [
     "SamplerRoles",
     "SchemaMask",
     "SyntaxRoles",
+    "TokenFigures",
     "TurnRewards",
     "Unpadded",
     "ValueRecorder",

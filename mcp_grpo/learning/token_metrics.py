@@ -68,6 +68,7 @@ def token_sums(
         "negative": negative.sum(),
     }
     if is_on_policy:
+        sums["compared"] = active.sum()
         sums["difference"] = (difference.abs() * active).sum()
         sums["aligned"] = ((difference.abs() < ALIGNED_WITHIN) * active).sum()
     if ref_logps is not None:
@@ -104,8 +105,8 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "ratio/mean_positive": ("ratios_positive", "positive"),
         "ratio/mean_negative": ("ratios_negative", "negative"),
         "ratio/gated_fraction": ("gated", "active"),
-        "align/logp_mae": ("difference", "active"),
-        "align/score": ("aligned", "active"),
+        "align/logp_mae": ("difference", "compared"),
+        "align/score": ("aligned", "compared"),
         "kl/active": ("kl_active", "active"),
         "kl/all": ("kl_sampled", "sampled"),
     }
@@ -118,6 +119,39 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         forced = sums["kl_sampled"] - sums["kl_active"]
         metrics["kl/forced"] = forced / (sums["sampled"] - sums["active"])
     return metrics
+
+
+class TokenFigures:
+    """Figures about the tokens of one update, each token with the same weight, whichever pass it was in."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, float], quantiles: Mapping[str, float]) -> None:
+        """
+        Add a pass.
+
+        Args:
+            sums (`Mapping[str, float]`):
+                From [`token_sums`], of all ranks.
+            quantiles (`Mapping[str, float]`):
+                From [`ratio_quantiles`].
+        """
+        weighted = {name: value * sums["active"] for name, value in quantiles.items()}
+        for name, value in {**sums, **weighted}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def metrics(self) -> dict[str, float]:
+        """
+        The figures.
+
+        Returns:
+            `dict[str, float]`: As of [`token_metrics`], and the means of the quantiles. Nothing if no pass was added.
+        """
+        if not self._sums:
+            return {}
+        quantiles = {name: value for name, value in self._sums.items() if name.startswith("ratio/")}
+        return token_metrics(self._sums) | {name: value / self._sums["active"] for name, value in quantiles.items()}
 
 
 def ratio_quantiles(

@@ -282,15 +282,15 @@ def _other_quantization(policy: Any) -> str | None:
 
 
 def _rounded_before_quantization(policy: Any) -> tuple[str, str] | None:
-    """The precision of the checkpoint and that of the weights which were quantised, where they are not the same."""
+    """The precision of the checkpoint and that of the weights which were quantised, where something was lost."""
     if not _is_quantized_by_vllm(policy):
         return None
     try:
-        stored = AutoConfig.from_pretrained(policy.config._name_or_path).dtype
+        stored: Any = AutoConfig.from_pretrained(policy.config._name_or_path).dtype
     except (OSError, ValueError):  # nobody knows: the probe will tell
         return None
     loaded = policy.config.dtype
-    if stored is None or loaded is None or stored == loaded:
+    if stored is None or loaded is None or torch.promote_types(stored, loaded) == loaded:  # as it was, or wider
         return None
     return str(stored).removeprefix("torch."), str(loaded).removeprefix("torch.")
 

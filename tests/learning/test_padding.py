@@ -15,7 +15,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl.trainer import add_fused_lm_head
 
-from mcp_grpo import MCPGRPOTrainer
+from mcp_grpo import MCPGRPOTrainer, objective
 from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head, by_length, minds_width
 
 
@@ -150,10 +150,18 @@ def test_a_policy_that_minds_the_width_keeps_its_padding(tmp_path: Path, adding_
 
 
 class Twice(MCPGRPOTrainer):
-    """Computes each loss with padding and without."""
+    """Computes each loss with padding and without, far from the reference."""
+
+    def scale_adapter(self, factor: float) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(factor)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         losses = {}
+        if not self.seen:
+            self.scale_adapter(15)
         for is_trimmed in (False, True):
             self.args.trim_padding = is_trimmed
             self.model.zero_grad()
@@ -165,14 +173,42 @@ class Twice(MCPGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_the_loss_is_the_same_with_and_without_padding(tmp_path: Path, adding_model: str, num_iterations: int) -> None:
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    changes: dict[str, Any] = {"beta": 0.1, "num_iterations": num_iterations, "max_steps": 2}
-    with make_trainer(tmp_path, adding_model, Twice, peft_config=adapter, **changes) as trainer:
+# Not the reference: with the weights it has at first, there would be no divergence from it.
+ADAPTER = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+
+
+def rewards_by_place(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(place % 3) for place in range(len(completions))]
+
+
+def rewards_of_some(completions: list[Any], **kwargs: Any) -> list[float | None]:
+    return [None if place % 2 else float(place % 4) for place in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_iterations": 2},
+        {"reward": rewards_of_some, "advantage_mode": "group_turn", "kl_hard_cap": None, "max_steps": 1, **HARD},
+    ],
+    ids=["one pass", "two passes", "masked tokens of rows without a reward"],
+)
+def test_the_loss_is_the_same_with_and_without_padding(
+    tmp_path: Path, adding_model: str, changes: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"beta": 0.1, "max_steps": 2} | changes
+    with make_trainer(tmp_path, adding_model, Twice, peft_config=ADAPTER, **settings) as trainer:
+        trainer.scale_adapter(0.1)  # near enough to the reference to still make calls
         trainer.seen = []
         trainer.train()
-    assert len(trainer.seen) >= 4
+        [inputs] = trainer._buffered_inputs
+    if "schema_mask" in changes:
+        assert ((inputs["masked"] > 0) & (inputs["turn_ids"] < 0)).any()
+    assert len(trainer.seen) >= 2 * settings["max_steps"]
     for padded, trimmed in zip(trainer.seen[::2], trainer.seen[1::2], strict=True):
         assert trimmed[0] == pytest.approx(padded[0], abs=1e-5, rel=1e-4)
         assert sum(gradient.abs().sum() for gradient in padded[1].values()) > 0
@@ -188,6 +224,26 @@ def test_only_what_is_wanted_is_scored_and_with_the_same_figures(model: Any) -> 
     for name in ("log_probs", "entropy"):
         found, expected = getattr(some, name)[:, -length:], getattr(everything, name)[:, -length:]
         torch.testing.assert_close(found, expected * wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_loss_projects_no_more_than_was_sampled(
+    tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projected: list[int] = []
+
+    class Counting(Unpadded):
+        def __call__(self, **kwargs: Any) -> Any:
+            output = super().__call__(**kwargs)
+            projected.append(int(output.label_mask.sum()))
+            return output
+
+    monkeypatch.setattr(objective, "Unpadded", Counting)
+    with make_trainer(tmp_path, adding_model, max_steps=1) as trainer:
+        trainer.train()
+        [inputs] = trainer._buffered_inputs
+    sampled = int((inputs["turn_ids"] >= 0).sum())
+    assert 0 < sampled < int(inputs["completion_mask"].sum())
+    assert projected == [sampled]
 
 
 def test_rows_of_like_length_share_a_pass() -> None:
@@ -206,6 +262,9 @@ def test_rows_of_like_length_share_a_pass() -> None:
     assert [each["ids"].tolist() for each in found] == [[9, 8], [6, 5], [4, 3], [2, 1]]
     assert all(torch.equal(each["completion_mask"].sum(dim=1), each["ids"]) for each in found)
     assert all(each["num_items_in_batch"] == 38 and each["nothing"] is None for each in found)
+
+
+OF_TOKENS = ("mask/active_fraction", "ratio/mean", "ratio/ess", "align/logp_mae", "align/score", "kl/active", "kl/all")
 
 
 class Seen(TrainerCallback):
@@ -241,7 +300,14 @@ TASKS = [*ROWS[:2], *({**row, "prompt": "What is the sum of two and three? " * 4
     "changes",
     [
         {},
-        {"loss_type": "grpo", "beta": 0.1, "advantage_mode": "hybrid", "value_warmup_steps": 0},
+        {
+            "loss_type": "grpo",
+            "beta": 0.1,
+            "kl_hard_cap": None,
+            "advantage_mode": "hybrid",
+            "value_warmup_steps": 0,
+            "peft_config": ADAPTER,
+        },
         {"steps_per_generation": 2, "per_device_train_batch_size": 8},
     ],
     ids=["dapo", "grpo with values", "two batches"],
@@ -249,16 +315,29 @@ TASKS = [*ROWS[:2], *({**row, "prompt": "What is the sum of two and three? " * 4
 def test_an_update_is_the_same_whichever_rows_share_a_pass(
     tmp_path: Path, adding_model: str, changes: dict[str, Any]
 ) -> None:
-    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
-    found = []
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 1,
+        "max_completion_length": 150,
+        "reward": rewards_by_place,
+    }
+    found, figures = [], []
     for leaves_order in (True, False):
         seen = Seen()
+        torch.manual_seed(0)  # of the adapter
         with make_trainer(
-            tmp_path, adding_model, Rowwise, rows=TASKS, callbacks=[seen], **{**settings, **changes}
+            tmp_path,
+            adding_model,
+            Rowwise,
+            rows=TASKS,
+            callbacks=[seen],
+            **{**settings, **changes},
         ) as trainer:
             trainer.leaves_order = leaves_order
             trainer.train()
         found.append((trainer.passes, seen.gradients[0]))
+        figures.append({name: value for name, value in trainer.state.log_history[0].items() if name in OF_TOKENS})
     (as_drawn, expected), (passes, gradients) = found
     num_batches = 2 if "steps_per_generation" in changes else 1
     for batch_drawn, batch_passes in zip(_halves(as_drawn, num_batches), _halves(passes, num_batches), strict=True):
@@ -266,6 +345,8 @@ def test_an_update_is_the_same_whichever_rows_share_a_pass(
     assert sum(gradient.abs().sum() for gradient in expected.values()) > 0
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-3)
+    # What is said of an update is said of all of its tokens.
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-4)
 
 
 def _halves(passes: list[list[int]], num: int) -> list[list[int]]:
