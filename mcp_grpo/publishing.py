@@ -129,11 +129,14 @@ class PublishingTrainer(ObjectiveTrainer):
             ]
             results = [(name.removeprefix("eval_"), first[name], last[name]) for name in names if name in last]
             title = f"On the evaluation set, at step {first['step']} and at step {last['step']}:"
+        # The only reward function there is has the curve of the reward itself.
+        same = {f"rewards/{name}/mean" for name in self.reward_func_names if len(self.reward_func_names) == 1}
+        logged = {key for entry in history for key in entry if key.startswith("rewards/") and key.endswith("/mean")}
         panels = {
-            "Reward": ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)],
-            "Tools": ["tools/valid_rate", "tools/call_frequency", "stop/answered"],
-            "Entropy": ["entropy"],
-            "Gradient norm": ["grad_norm"],
+            "Reward": ["reward", *sorted(logged - same)],
+            "Share of valid calls, of answers": ["tools/valid_rate", "stop/answered"],
+            "Calls and turns of a trajectory": ["tools/call_frequency", "turns/mean"],
+            "Entropy and divergence": ["entropy", "kl"],
         }
         if has_curves := any("reward" in entry for entry in history):
             plot_curves(history, panels, folder / CURVES_FILE)

@@ -33,7 +33,7 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The completion reached its token budget."""
     CONTEXT_FULL = "context_full"
-    """A tool result did not fit into the model's context."""
+    """A tool result did not fit into the model's context, which was tighter than the token budget."""
     DEADLINE = "deadline"
     """The trajectory, or its whole batch, ran out of wall-clock time."""
     SERVER_FAILED = "server_failed"

@@ -31,7 +31,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress
 from mcp_grpo.errors import MCPGRPOError, SettingsError
-from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrajectoryLog, plot_curves, profile_table
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrajectoryLog, profile_table
 
 
 logger = logging.getLogger("recipes")
@@ -209,17 +209,10 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
         trainer.push_to_hub()
     if not trainer.is_world_process_zero():
         return
-    history = trainer.state.log_history
     if script.profile:
-        table = profile_table(history)
+        table = profile_table(trainer.state.log_history)
         (folder / "profile.md").write_text(table + "\n")
         print(table)
-    panels = {
-        "Reward": ["reward", "eval_reward"],
-        "Tools": ["tools/valid_rate", "tools/call_frequency"],
-        "Divergence": ["kl", "entropy"],
-    }
-    plot_curves(history, panels, folder / "curves.png")
     print(f"Done. Figures: {folder}/metrics.jsonl, curves: {folder}/curves.png, settings: {folder}/config.yaml.")
 
 

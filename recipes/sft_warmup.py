@@ -19,7 +19,7 @@ import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from accelerate.utils import broadcast_object_list
@@ -177,6 +177,24 @@ def make_dataset(
     return Dataset.from_list(rows)
 
 
+def parse(arguments: list[str]) -> tuple[WarmupArguments, WarmupConfig, ModelConfig, dict[str, Any]]:
+    """
+    Read the command line.
+
+    Args:
+        arguments (`list[str]`):
+            The command line, without the program.
+
+    Returns:
+        `tuple[WarmupArguments, WarmupConfig, ModelConfig, dict[str, Any]]`: What it says, and all settings as they were given.
+    """
+    script, config, model, settings = StrictParser([WarmupArguments, WarmupConfig, ModelConfig]).parse(arguments)
+    if model.model_name_or_path is None:
+        raise SettingsError("Which model? Set `model_name_or_path`.")
+    config.output_dir = settings["output_dir"] = config.output_dir or "outputs/sft_warmup"
+    return script, config, model, settings
+
+
 def main(arguments: list[str]) -> SFTTrainer:
     """
     Imitate.
@@ -188,11 +206,8 @@ def main(arguments: list[str]) -> SFTTrainer:
     Returns:
         [`~trl.SFTTrainer`]: The trainer, when it is done.
     """
-    script, config, model, settings = StrictParser([WarmupArguments, WarmupConfig, ModelConfig]).parse(arguments)
-    if model.model_name_or_path is None:
-        raise SettingsError("Which model? Set `model_name_or_path`.")
-    config.output_dir = settings["output_dir"] = config.output_dir or "outputs/sft_warmup"
-    folder = Path(config.output_dir)
+    script, config, model, settings = parse(arguments)
+    folder = Path(cast("str", config.output_dir))
     init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

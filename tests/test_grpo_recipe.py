@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import stat
@@ -16,6 +18,7 @@ from typing import Any
 
 import grpo_qwen3
 import pytest
+import sft_warmup
 import yaml
 from helpers.sums import ROWS, SERVERS
 from recipe_parts.command_line import write_settings
@@ -119,6 +122,7 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
         "qwen3_4b_lora_server",
         "qwen3_8b_zero3",
         "qwen3_8b_fsdp2",
+        "smollm2_135m",
         "cpu_debug",
         "classic",
     }
@@ -127,6 +131,21 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
     for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"):
         assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
         assert f"`{path.name}`" in readme
+
+
+def test_every_command_of_the_recipes_readme_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where its paths begin
+    text = (ROOT / "recipes" / "README.md").read_text()
+    parsers = {"grpo_qwen3.py": grpo_qwen3.parse, "sft_warmup.py": sft_warmup.parse}
+    found = dict.fromkeys(parsers, 0)
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            for position, word in enumerate(words):
+                if (name := Path(word).name) in parsers:
+                    parsers[name](words[position + 1 :])
+                    found[name] += 1
+    assert all(count > 1 for count in found.values()), found
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

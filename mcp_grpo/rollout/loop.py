@@ -283,11 +283,12 @@ class _Attempt:
         else:
             suffix = self._renderer.suffix_ids(messages)
             length = len(suffix)
-        if self._context_room() <= length:
+        if self._room() <= length:
+            # Beyond both, the tighter one is the reason: with a larger context, the budget would have ended it just here.
+            if self._context_room() >= self._budget():
+                return StopReason.MAX_TOKENS
             self.error = f"Tool results of {num_characters} characters do not fit into the model's context."
             return StopReason.CONTEXT_FULL
-        if self._room() <= length:
-            return StopReason.MAX_TOKENS
         self._append(Segment(token_ids=suffix))
         self._messages += messages
         return None
@@ -299,10 +300,13 @@ class _Attempt:
     def _context_room(self) -> float:
         return float("inf") if self._limits.max_context is None else self._limits.max_context - len(self._history)
 
+    def _budget(self) -> int:
+        """How many more tokens the completion may have."""
+        return self._limits.max_completion_length - (len(self._history) - len(self._prompt_ids))
+
     def _room(self) -> int:
         """How many more tokens fit."""
-        written = len(self._history) - len(self._prompt_ids)
-        return int(min(self._limits.max_completion_length - written, self._context_room()))
+        return int(min(self._budget(), self._context_room()))
 
 
 def _is_answer(generation: Generation, parsed: ParsedTurn) -> bool:

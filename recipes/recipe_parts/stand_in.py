@@ -40,7 +40,8 @@ def tokenizer_of(name: str, revision: str = "main") -> tuple[PreTrainedTokenizer
             if "qwen3" not in str(name).lower():
                 raise SettingsError(
                     f"The tokenizer of {name!r} is not on this machine, and only the chat template of Qwen3 is known by heart. "
-                    f"Fetch it first: `hf download {name} --include 'tokenizer*' '*.jinja' config.json`."
+                    f"Fetch it first: `hf download {name} --include 'tokenizer*' '*.jinja' config.json`; or, if it is a folder that "
+                    "`sft_warmup.py` is to write, warm up first."
                 ) from error
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))

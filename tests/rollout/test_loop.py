@@ -217,6 +217,21 @@ async def test_a_tool_result_beyond_the_model_s_context_is_not_the_policy_s_faul
     assert trajectory.is_failed
 
 
+@pytest.mark.parametrize("word", ["long ", "very " * 500], ids=["by a little", "by far"])
+@pytest.mark.parametrize("slack", [-1, 0, 1])
+async def test_a_tool_result_beyond_both_limits_ends_the_trajectory_by_the_tighter_one(
+    pool: ToolPool, word: str, slack: int
+) -> None:
+    prompt_length = len(RENDERER.prompt_ids(TASK.prompt, [tool.schema for tool in pool.catalog.tools]))
+    turn = said(call("echo", text=word * 50))
+    budget = len(TOKENIZER(turn)["input_ids"]) + 100
+    limits = Limits(max_turns=4, max_completion_length=budget, max_context=prompt_length + budget + slack)
+    trajectory = await play(pool, turn, ANSWER, limits=limits)
+    # Where the context has room for the prompt and the whole budget, it is not what was in the way.
+    assert trajectory.stop_reason is (StopReason.CONTEXT_FULL if slack < 0 else StopReason.MAX_TOKENS)
+    assert trajectory.is_failed == (slack < 0)
+
+
 @pytest.mark.parametrize("num_calls", [0, 1, 2])
 async def test_a_turn_whose_prompt_does_not_fit_into_the_context_is_not_asked_for(
     pool: ToolPool, num_calls: int
