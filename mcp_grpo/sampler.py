@@ -128,7 +128,8 @@ class VLLMSampler:
                 self._backend.sleep()
 
     def close(self) -> None:
-        """Close connections and remove files."""
+        """Close connections, remove files, and give memory back."""
+        self._generator: Any = None  # it holds the engine
         self._backend.close()
 
     def _prepare(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:

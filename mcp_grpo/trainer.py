@@ -146,7 +146,7 @@ class MCPGRPOTrainer(BatchingTrainer):
         )
 
     def close(self) -> None:
-        """End every server, and what is still rolled out. Safe to call more than once."""
+        """End every server, what is still rolled out, and vLLM in process. Safe to call more than once."""
         try:
             self._drop_ahead()
             if self._sampler is not None:
@@ -180,6 +180,7 @@ class MCPGRPOTrainer(BatchingTrainer):
         """
         if self._engine is None:
             raise SettingsError("There are no tools to roll out with: pass `servers` to the trainer.")
+        self._engine.check_open()
         tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
         self._engine.catalog.check(*tasks)
         if not tasks:
@@ -263,6 +264,7 @@ class MCPGRPOTrainer(BatchingTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:
             return super()._generate_and_score_completions(inputs)
+        self._engine.check_open()
         with self._phases("rollout"), self._sleepless(inputs):
             rows = self._roll_out_batch(list(inputs))
         return super()._generate_and_score_completions(rows)

@@ -108,6 +108,25 @@ def figures_of_a_run(folder: Path, model: str, is_quantized: bool, settings: dic
         return {name: logged(trainer, name) for name in ("sampler/weight_mismatch", "ratio/mean")} | {"moved": moved}
 
 
+def memory_after_each_of_two_runs(folder: Path, model: str) -> list[int]:
+    used = []
+    for number in range(2):
+        with make_trainer(folder / str(number), model, peft_config=ADAPTER, **ON_GPU, **ENGINE) as trainer:
+            trainer.train()
+            free, total = torch.cuda.mem_get_info()
+        used += [total - free, total - torch.cuda.mem_get_info()[0]]
+    return used
+
+
+@pytest.mark.vllm
+def test_what_vllm_held_is_free_once_the_trainer_is_closed(tmp_path: Path, wide_model: str) -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        used = pool.submit(memory_after_each_of_two_runs, tmp_path, wide_model).result(timeout=280)
+    share = ENGINE["vllm_gpu_memory_utilization"] * torch.cuda.get_device_properties(0).total_memory
+    for during, after in zip(used[::2], used[1::2], strict=True):
+        assert during - after > 0.7 * share
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("is_quantized", "settings"),

@@ -265,6 +265,14 @@ def served(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         process.wait()
 
 
+@pytest.fixture
+def client(served: str) -> Iterator[Any]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{served}/v1", api_key="none") as client:
+        yield client
+
+
 def tokenize(url: str, **body: Any) -> list[int]:
     request = Request(f"{url}/tokenize", json.dumps(body).encode(), {"content-type": "application/json"})
     with urlopen(request, timeout=60) as response:
@@ -274,17 +282,14 @@ def tokenize(url: str, **body: Any) -> list[int]:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_a_client_of_the_server_calls_a_real_tool_and_every_prompt_is_that_of_training(
-    served: str, adapter: Path, adding_tools: list[dict[str, Any]]
+    served: str, client: Any, adapter: Path, adding_tools: list[dict[str, Any]]
 ) -> None:
-    from openai import OpenAI
-
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     renderer = Renderer(
         tokenizer,
         end_of_turn_ids=end_of_turn_ids("qwen3", tokenizer),
         chat_template_kwargs={"enable_thinking": False},
     )
-    client = OpenAI(base_url=f"{served}/v1", api_key="none")
     history: list[Any] = [{"role": "user", "content": "2+3?"}]
     trained_on = list(renderer.prompt_ids(history, adding_tools))
     assert (

@@ -346,6 +346,26 @@ def test_rolling_out_alone_does_not_train(tmp_path: Path, adding_model: str) -> 
     assert len({t.completion_ids for t in trajectories}) == 1  # the same question at temperature 0
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        MCPGRPOTrainer.train,
+        lambda trainer: trainer.evaluate(DATASET),
+        lambda trainer: trainer.roll_out(DATASET),
+    ],
+    ids=["train", "evaluate", "roll_out"],
+)
+def test_a_trainer_that_was_closed_says_so_and_still_saves(
+    tmp_path: Path, adding_model: str, act: Callable[[MCPGRPOTrainer], Any]
+) -> None:
+    with MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), DATASET, servers=SERVERS) as trainer:
+        pass
+    with pytest.raises(RolloutError, match=r"the trainer was closed.*make a new trainer"):
+        act(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "README.md").exists()
+
+
 def test_a_bad_row_of_a_stream_is_refused_when_it_comes(tmp_path: Path, adding_model: str) -> None:
     rows = Dataset.from_list([{**ROWS[0], "tools": None}, {**ROWS[1], "tools": ["ad"]}]).to_iterable_dataset()
     settings = config(tmp_path, shuffle_dataset=False, accelerator_config={"dispatch_batches": False})

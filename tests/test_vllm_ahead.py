@@ -117,10 +117,11 @@ def test_a_run_that_breaks_off_leaves_no_rollout_behind(tmp_path: Path, wide_add
             raise KeyboardInterrupt
 
     trainer = make_trainer(tmp_path, wide_adding_model, callbacks=[Stop()], rollout_ahead=1, max_steps=4, **IN_PROCESS)
+    engine = trainer.vllm_generation.llm.llm_engine
     with pytest.raises(KeyboardInterrupt), trainer:
         trainer.train()
     assert trainer._ahead is None
-    assert not trainer.vllm_generation.llm.llm_engine.has_unfinished_requests()
+    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(

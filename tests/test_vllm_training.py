@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
@@ -59,6 +61,14 @@ def leftovers(folder: Path, server: int) -> list[Any]:
     return [*processes, *SHARED_MEMORY.glob("mcp-grpo-*"), *folder.glob("sampler/*")]
 
 
+def held_memory(trainer: Any) -> list[weakref.ref[Any]]:
+    """What an engine in process keeps in memory: its weights and its cache."""
+    if trainer.vllm_generation.mode != "colocate":
+        return []
+    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    return [weakref.ref(runner.model), *map(weakref.ref, runner.kv_caches)]
+
+
 def server_adapters(url: str) -> set[str]:
     with urlopen(f"{url}/v1/models", timeout=10) as response:
         return {model["id"] for model in json.load(response)["data"]} - {"sums"}
@@ -85,7 +95,8 @@ def run(
         run.evaluated = trainer.evaluate(DATASET)
         run.attempts = trainer.roll_out(DATASET, num_generations=2, temperature=0.0)
         run.weight_sync, run.adapters = trainer.vllm_generation.weight_sync, adapters(trainer)
-    run.leftovers = leftovers(folder, server[1].pid)
+        memory = held_memory(trainer)
+    run.leftovers = [*leftovers(folder, server[1].pid), *(each() for each in memory if each() is not None)]
     return run
 
 
@@ -343,21 +354,35 @@ def test_a_model_that_was_rounded_before_it_was_quantised_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "given", "is_own"), [(1, None, True), (1, "23001", False), (2, None, False)]
+    ("kind", "given", "is_own"),
+    [
+        (DistributedType.NO, None, True),
+        (DistributedType.NO, "23001", False),
+        (DistributedType.MULTI_GPU, None, False),
+    ],
+    ids=["alone", "alone, told where", "one of several"],
 )
 def test_a_run_meets_its_vllm_at_a_port_of_its_own_unless_it_was_told_where(
-    monkeypatch: pytest.MonkeyPatch, num_processes: int, given: str | None, is_own: bool
+    monkeypatch: pytest.MonkeyPatch, kind: DistributedType, given: str | None, is_own: bool
 ) -> None:
-    monkeypatch.setenv("MASTER_PORT", given or "")  # so that it is as before in the end
+    monkeypatch.setenv("MASTER_PORT", given or "")
     seen = []
-    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda _: seen.append(os.environ["MASTER_PORT"]))
+
+    def init_vllm(_: Any) -> None:
+        seen.append(os.environ["MASTER_PORT"])
+        monkeypatch.setenv("RANK", "0")  # as TRL does
+
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
     backend = object.__new__(VLLMBackend)
-    backend.accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cuda"))
+    backend.accelerator = SimpleNamespace(distributed_type=kind, device=torch.device("cuda"))
     backend._settings, backend.weight_sync, backend.enable_sleep_mode = VLLMSettings(), "merge", False
     backend._init_vllm()
     # TRL's first choice, if it is free: runs that start at the same time would all make it.
     assert (int(seen[0] or 29500) not in (29500, 23001)) == is_own
     assert seen[0] == (given or "") or is_own
+    # A later run in this process must not take itself for one of several.
+    assert os.environ["MASTER_PORT"] == (given or "")
+    assert ("RANK" in os.environ) == (kind != DistributedType.NO)
 
 
 def test_an_adapter_that_vllm_cannot_apply_is_refused_where_it_is_asked_for() -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from mcp_grpo.errors import CatalogError
+from mcp_grpo.errors import CatalogError, RolloutError
 from mcp_grpo.rollout.generator import Generator
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
@@ -105,6 +105,19 @@ class RolloutEngine:
     def close(self) -> None:
         """End every server. Safe to call more than once."""
         self._finalizer()
+
+    def check_open(self) -> None:
+        """
+        Refuse to go on without servers.
+
+        Raises:
+            [`RolloutError`]: If the engine was closed.
+        """
+        if not self._finalizer.alive:
+            raise RolloutError(
+                "There is nothing left to roll out with: the trainer was closed, and its servers with it. Train, evaluate and "
+                "roll out inside its `with` block, or before `close()`; for more, make a new trainer."
+            )
 
     def check_prompts(self, tasks: Iterable[Task], renderer: Renderer, limits: Limits) -> None:
         """

@@ -1,5 +1,6 @@
 """What TRL runs vLLM with in process, made to take adapters as well as whole weights."""
 
+import gc
 import os
 import random
 import shutil
@@ -7,13 +8,14 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from transformers import AutoConfig
 
 from mcp_grpo._trl import VLLMGeneration, engine_arguments
@@ -68,6 +70,8 @@ class VLLMBackend(VLLMGeneration):
             Size of what was sent last.
     """
 
+    llm: Any  # TRL's; `None` once closed
+
     def __init__(self, *, settings: VLLMSettings, **kwargs: Any) -> None:
         self._settings = settings
         self.weight_sync = chosen_weight_sync(settings.weight_sync, kwargs["model"], kwargs["mode"])
@@ -118,9 +122,19 @@ class VLLMBackend(VLLMGeneration):
         return self.enable_sleep_mode and self._llm_weights_sleeping
 
     def close(self) -> None:
-        """Remove what was written for vLLM. Safe to call more than once."""
+        """Remove what was written for vLLM, and end the engine, so that its memory is free. Safe to call more than once."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        # One that sleeps has given its memory back, and vLLM would fail to give it back once more. Of several processes,
+        # none may end it: vLLM would end what they talk to each other by, too.
+        if getattr(self, "llm", None) is None or self.enable_sleep_mode or not self._is_alone:
+            return
+        engine, self.llm = self.llm, None
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()  # it refers to itself
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def sync_weights(self) -> None:
         """Send the policy's weights as they are now. On several processes all must call it together."""
@@ -145,9 +159,11 @@ class VLLMBackend(VLLMGeneration):
             # TRL would drop the weights now; those below the adapter are not sent again.
             arguments |= {"enable_sleep_mode": True}
             self.enable_sleep_mode = False
-        if self.accelerator.num_processes == 1:
-            _take_port()
-        with engine_arguments({**arguments, **self._settings.engine}), _random_state_kept():
+        with ExitStack() as stack:
+            if self._is_alone:
+                stack.enter_context(_group_of_one())
+            stack.enter_context(engine_arguments({**arguments, **self._settings.engine}))
+            stack.enter_context(_random_state_kept())
             super()._init_vllm()
         if self.sends_adapters and sleeps:
             self.enable_sleep_mode = True
@@ -163,6 +179,11 @@ class VLLMBackend(VLLMGeneration):
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(4096, context),
         }
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this process is the only one of the run, and knows it."""
+        return self.accelerator.distributed_type == DistributedType.NO
 
     @property
     def _policy(self) -> Any:
@@ -295,12 +316,27 @@ def _rounded_before_quantization(policy: Any) -> tuple[str, str] | None:
     return str(stored).removeprefix("torch."), str(loaded).removeprefix("torch.")
 
 
-def _take_port() -> None:
-    """Choose where vLLM meets itself. Runs that start together would all get the same port from TRL, if it is free."""
-    if os.environ.get("MASTER_PORT", "") in ("", "0", "auto"):
+@contextmanager
+def _group_of_one() -> Generator[None]:
+    """
+    Let vLLM meet itself at a port of its own: runs that start together would all get the same one from TRL, if it is free.
+    What TRL tells vLLM in the environment is taken back: a later run in this process would take itself for one of several.
+    """
+    before = {
+        name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    if before["MASTER_PORT"] in (None, "", "0", "auto"):
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(any_port.getsockname()[1])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _fast_folder() -> str | None:
