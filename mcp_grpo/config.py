@@ -569,8 +569,9 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and not self.use_cpu and not is_torch_bf16_gpu_available():
-            self.bf16 = False  # TRL turns it on by default, and then refuses a machine that has no such GPU
+        if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
+            # TRL turns it on by default. It refuses a machine that has no such GPU, and most CPUs would take minutes a turn.
+            self.bf16 = False
         self.writes_metrics = self.report_to is None
         if self.report_to is None:
             self.report_to = "trackio" if is_trackio_available() else "none"

@@ -81,8 +81,8 @@ class WarmupConfig(SFTConfig):
     num_train_epochs: float = field(default=1.0, metadata={"help": "Total number of training epochs to perform."})
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and not self.use_cpu and not is_torch_bf16_gpu_available():
-            self.bf16 = False  # TRL turns it on by default, and then refuses a machine that has no such GPU
+        if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
+            self.bf16 = False  # as of `MCPGRPOConfig`
         super().__post_init__()
 
 

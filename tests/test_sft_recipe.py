@@ -135,8 +135,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[str]
         "5e-3",
         "--gradient_accumulation_steps",
         "1",
-        "--bf16",
-        "false",
     ]
     arguments += ["--logging_steps", "1", "--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no"]
     return folder / "out", sft_warmup.main(arguments), arguments

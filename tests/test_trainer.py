@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 from trl import GRPOConfig
 
-from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo._trl import ROW_MEAN_LOSSES
 from mcp_grpo.errors import (
     CatalogError,
@@ -507,6 +507,24 @@ def test_a_result_may_take_half_of_the_completion_unless_it_is_said_how_much(
 ) -> None:
     limits = config(tmp_path, **settings).limits(Qwen3Config(max_position_embeddings=1024))
     assert limits.max_result_tokens == max_result_tokens
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "settings", "expected"),
+    [
+        (True, {}, True),
+        (True, {"use_cpu": True}, False),
+        (False, {}, False),
+        (False, {"use_cpu": True}, False),
+        (False, {"use_cpu": True, "bf16": True}, True),
+    ],
+)
+def test_bf16_is_used_where_a_gpu_has_it_or_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, settings: dict[str, Any], expected: bool
+) -> None:
+    for module in ("mcp_grpo.config", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: has_gpu)
+    assert MCPGRPOConfig(str(tmp_path), **settings).bf16 is expected
 
 
 def test_rolling_out_needs_servers(tmp_path: Path, adding_model: str) -> None:

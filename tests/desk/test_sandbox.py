@@ -181,7 +181,7 @@ LASTING = [
 ENDING = [
     Attack(
         "thread_bomb",
-        "import threading, time\nthreading.stack_size(32768)\nfor _ in range(100_000):\n    threading.Thread(target=time.sleep, args=(9,)).start()",
+        "import threading, time\nthreading.stack_size(1 << 18)\nfor _ in range(100_000):\n    threading.Thread(target=time.sleep, args=(9,)).start()",
         r"Stopped: \d+ threads|can't start new thread",
     ),
     Attack("memory", "bytearray(10**9)", "MemoryError\nThe limit is 256 MiB"),
