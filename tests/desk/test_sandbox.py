@@ -256,7 +256,7 @@ ENDING = [
     ),
     Attack("nested_code", "(" * 10000 + ")" * 10000, "MemoryError|SyntaxError|too many nested"),
     Attack("crash", "import ctypes\nctypes.string_at(0)", r"crashed \(SIGSEGV\)"),
-    Attack("abort", "import os\nos.abort()", r"crashed \(SIG(ABRT|SEGV|ILL)\)"),
+    Attack("abort", "import os\nos.abort()", r"crashed \(SIG(ABRT|SEGV|ILL|TRAP)\)"),
     Attack("exit", "import os\nos._exit(7)", r"ended its process \(exit code 7\)"),
     Attack(
         "at_exit",
