@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import OneByOne, make_trainer, settings
+from helpers.runs import IN_BF16, OneByOne, make_trainer, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -573,7 +573,7 @@ def test_what_is_only_judged_is_judged_without_retries(tmp_path: Path, adding_mo
     assert (judged, learnt, set(evaluated)) == (0, 3, {0})
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, pytest.param(True, marks=IN_BF16)])
 def test_an_adapter_trains_bit_by_bit_the_same_without_casts_there_and_back(
     tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch, gradient_checkpointing: bool
 ) -> None:

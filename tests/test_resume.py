@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import OneByOne, make_trainer
+from helpers.runs import IN_BF16, OneByOne, make_trainer
 from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -40,7 +40,6 @@ REUSING: dict[str, Any] = {
     "peft_config": LORA,
     "num_iterations": 2,
     "max_steps": 3,
-    "bf16": True,
     "dynamic_sampling": 1,
     "num_generations": 2,
     "per_device_train_batch_size": 2,
@@ -71,6 +70,11 @@ def reusing_run(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> 
     return train(tmp_path_factory.mktemp("reusing"), adding_model, **REUSING)
 
 
+@pytest.fixture(scope="module")
+def half_run(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> MCPGRPOTrainer:
+    return train(tmp_path_factory.mktemp("half"), adding_model, **REUSING, bf16=True)
+
+
 def checkpoint_of(trainer: MCPGRPOTrainer, step: int) -> Path:
     return Path(trainer.args.output_dir, f"checkpoint-{step}")
 
@@ -90,8 +94,9 @@ def weights(trainer: MCPGRPOTrainer) -> dict[str, torch.Tensor]:
         ("full_run", 1, {}),
         ("reusing_run", 1, REUSING),
         ("reusing_run", 2, REUSING),
+        pytest.param("half_run", 1, {**REUSING, "bf16": True}, marks=IN_BF16),
     ],
-    ids=["adapter", "full weights", "within a batch", "between batches"],
+    ids=["adapter", "full weights", "within a batch", "between batches", "bf16"],
 )
 def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_weights_of_the_one_that_wrote_it(
     request: pytest.FixtureRequest, tmp_path: Path, adding_model: str, run: str, step: int, changes: dict[str, Any]
@@ -113,16 +118,19 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_weights_of_the_one_t
         assert torch.equal(resumed._reference.state_dict()[name], average), name
 
 
+@pytest.mark.parametrize(
+    ("run", "dtype"), [("adapter_run", torch.float32), pytest.param("half_run", torch.bfloat16, marks=IN_BF16)]
+)
 def test_the_reference_of_an_adapter_is_averaged_in_float32_and_computes_in_the_dtype_of_autocast(
-    adapter_run: MCPGRPOTrainer, reusing_run: MCPGRPOTrainer
+    request: pytest.FixtureRequest, run: str, dtype: torch.dtype
 ) -> None:
-    for trainer, dtype in ((adapter_run, torch.float32), (reusing_run, torch.bfloat16)):
-        factors = {name: p for name, p in trainer.model.named_parameters() if "lora" in name}
-        assert {p.dtype for name, p in factors.items() if ".ref." in name} == {dtype}
-        assert {p.dtype for name, p in factors.items() if ".default." in name} == {torch.float32}
-        saved = load_file(checkpoint_of(trainer, 2) / "reference.safetensors")
-        assert {value.dtype for name, value in saved.items() if name != "num_syncs"} == {torch.float32}
-        assert any(not torch.equal(value, value.bfloat16().float()) for name, value in saved.items() if "lora" in name)
+    trainer = request.getfixturevalue(run)
+    factors = {name: p for name, p in trainer.model.named_parameters() if "lora" in name}
+    assert {p.dtype for name, p in factors.items() if ".ref." in name} == {dtype}
+    assert {p.dtype for name, p in factors.items() if ".default." in name} == {torch.float32}
+    saved = load_file(checkpoint_of(trainer, 2) / "reference.safetensors")
+    assert {value.dtype for name, value in saved.items() if name != "num_syncs"} == {torch.float32}
+    assert any(not torch.equal(value, value.bfloat16().float()) for name, value in saved.items() if "lora" in name)
 
 
 class Counting(MCPGRPOTrainer):

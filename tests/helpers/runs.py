@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from datasets import Dataset
 from servers.sums import server
 
 from helpers.sums import ROWS, TEMPLATE_KWARGS
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Task, Trajectory, exact_answer
+
+
+IN_BF16 = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [pytest.mark.slow]
+"""Marks of a run in bf16, which takes minutes on a CPU that only imitates it."""
 
 
 def settings(folder: Path, **changes: Any) -> MCPGRPOConfig:
