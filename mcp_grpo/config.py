@@ -570,7 +570,7 @@ class MCPGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
-            # TRL turns it on by default. It refuses a machine that has no such GPU, and most CPUs would take minutes a turn.
+            # TRL turns it on by default, then refuses a machine that has no such GPU; a CPU may only imitate it, minutes a turn.
             self.bf16 = False
         self.writes_metrics = self.report_to is None
         if self.report_to is None:
