@@ -40,14 +40,14 @@ sys.path.append(str(Path(__file__).parent.parent / "recipes"))
 
 import grpo_qwen3
 import torch
-from recipe_parts.run_folder import versions
+from recipe_parts.run_folder import PACKAGES
 from recipe_parts.stand_in import STAND_IN
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.evaluation import run_solutions
-from mcp_grpo.monitor import profile_table
+from mcp_grpo.monitor import installed_versions, profile_table
 from mcp_grpo.rollout import Generation, Renderer, Sampling, TransformersGenerator, engine
 from mcp_grpo.rollout.renderer import ParsedTurn
 from mcp_grpo.rollout.vllm_backend import VLLMBackend
@@ -402,7 +402,7 @@ def main() -> None:
             "shape": shape,
             "tokenizer": source,
             "device": device_name(options.device),
-            "versions": versions(),
+            "versions": installed_versions(PACKAGES),
         }
         say(f"{facts['config']} {' '.join(passed_on)}", f"{shape}, tokenizer {source}, {facts['device']}")
         script = solve(arguments)

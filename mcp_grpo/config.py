@@ -208,9 +208,8 @@ class MCPGRPOConfig(GRPOConfig):
             all of the batch, and begins without padding: attention needs no mask then, which is faster. Numbers are those of
             each trajectory alone. Trajectories of like length share a pass, unless the loss is more than a sum over them
             (`loss_type="bnpo"`, an entropy bonus, `top_entropy_quantile`, `bootstrap_steps`, a loss of experts); TRL's own
-            figures that are means over passes (`entropy`, `kl`, `clip_ratio`) give short trajectories more weight then. With
-            `old_logps="sampler"` the loss projects only sampled tokens to the vocabulary. Left out for images and for rotary
-            embeddings that depend on the width.
+            figures that are means over passes (`entropy`, `kl`, `clip_ratio`) give short trajectories more weight then. Left
+            out for images and for rotary embeddings that depend on the width.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How the policy's weights get to vLLM: `"merge"` sends the whole model, with its adapter merged into it;
             `"adapter"` sends only the adapter, and vLLM applies it. `"auto"` merges in process, where that is cheap and
@@ -525,9 +524,7 @@ class MCPGRPOConfig(GRPOConfig):
     )
     trim_padding: bool = field(
         default=True,
-        metadata={
-            "help": "Whether the policy is spared padding, and projecting to the vocabulary what tools wrote.",
-        },
+        metadata={"help": "Whether the policy is spared the padding of trajectories."},
     )
     weight_sync: str = field(
         default="auto",

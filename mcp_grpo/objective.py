@@ -297,13 +297,7 @@ class ObjectiveTrainer(GRPOTrainer):
         is_policy = self._settled is not None or self._is_scoring
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
         if self._is_trimming and is_text:
-            wanted = None
-            # Not where the policy's log-probabilities of what tools wrote have been computed before: no ratios to those.
-            if self._settled is not None and self.args.old_logps == "sampler":
-                wanted = (self._settled["turn_ids"] >= 0) | (self._settled["tool_mask"] > 0)
-                if "masked" in self._settled:  # also of what has no reward, and so no turns
-                    wanted |= self._settled["masked"] > 0
-            model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1), wanted=wanted)
+            model = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1))
         recorder = ValueRecorder(model, logits_to_keep) if self._critic is not None and is_policy else None
         output = super()._get_per_token_logps_and_entropies(
             cast(Any, recorder or model), input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mcp_grpo import MCPGRPOTrainer, load_adapter
 from mcp_grpo.errors import PublishingError, SettingsError
 from mcp_grpo.hub import PrivateValues, hub_name, publishable_copy, run_command
+from mcp_grpo.monitor import card, rewrite_card
 
 
 TESTS = Path(__file__).parent
@@ -210,6 +212,23 @@ def test_what_is_saved_has_a_card_and_curves_wherever_it_is_saved(trained: MCPGR
     for each in (folder, folder / "elsewhere"):
         assert {*POLICY, "curves.png", "mcp_grpo.json"} <= {file.name for file in each.iterdir()}
         assert str(folder) not in (each / "README.md").read_text()
+
+
+def test_a_checkout_that_was_never_installed_writes_a_card_without_its_version(
+    trained: MCPGRPOTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if name == "mcp-grpo":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(card, "version", installed)
+    path = tmp_path / "README.md"
+    path.write_text("---\nlibrary_name: peft\n---\n")
+    rewrite_card(path, trained.catalog, model_name="sums", model_id="somebody/sums", is_adapter=True)
+    written = path.read_text()
+    assert f"trl: {version('trl')}" in written
+    assert f"mcp-grpo: {version('mcp-grpo')}" not in written
 
 
 def test_an_adapter_that_does_not_name_its_base_asks_for_it(trained: MCPGRPOTrainer, tmp_path: Path) -> None:

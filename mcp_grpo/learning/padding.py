@@ -29,14 +29,11 @@ class Unpadded:
             Causal language model with a fused LM head, which may be wrapped for several processes. See [`minds_width`].
         multiple (`int`, *optional*, defaults to `1`):
             What the width is to be a multiple of, where the padded rows allow it.
-        wanted (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Which of the last tokens are worth a projection to the vocabulary. If not given, all that have a label.
     """
 
-    def __init__(self, model: Any, multiple: int = 1, wanted: torch.Tensor | None = None) -> None:
+    def __init__(self, model: Any, multiple: int = 1) -> None:
         self._model = model
         self._multiple = multiple
-        self._wanted = wanted
 
     def __call__(
         self,
@@ -63,11 +60,8 @@ class Unpadded:
                 What else the model is called with.
 
         Returns:
-            `FusedCausalLMOutput`: As for the padded rows, with zeros for padding and for what is not wanted.
+            `FusedCausalLMOutput`: As for the padded rows, with zeros for padding.
         """
-        if self._wanted is not None:
-            rest = labels.size(1) - self._wanted.size(1)
-            labels = torch.cat([labels[:, :rest], labels[:, rest:].masked_fill(~self._wanted, -100)], dim=1)
         width = int(attention_mask.sum(dim=1).amax().clamp(min=2))
         width = min(-(-width // self._multiple) * self._multiple, input_ids.size(1))
         places = torch.argsort(attention_mask, dim=1, descending=True, stable=True)[:, :width]

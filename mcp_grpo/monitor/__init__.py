@@ -1,6 +1,6 @@
 """The view: what a run does, while it does it."""
 
-from mcp_grpo.monitor.card import RunSummary, rewrite_card
+from mcp_grpo.monitor.card import RunSummary, installed_versions, rewrite_card
 from mcp_grpo.monitor.curves import plot_curves
 from mcp_grpo.monitor.metrics_file import METRICS_FILE, MetricsFile
 from mcp_grpo.monitor.profile import Phases, profile_table
@@ -18,6 +18,7 @@ __all__ = [
     "TrackioScope",
     "TrainingProgress",
     "TrajectoryLog",
+    "installed_versions",
     "plot_curves",
     "profile_table",
     "rewrite_card",

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def rewrite_card(
         catalog_hash=catalog.hash,
         tools=catalog.tools,
         schema_hash=_schema_hash,
-        versions={name: version(name) for name in packages},
+        versions=installed_versions(packages),
         num_tasks=summary.num_tasks,
         kinds=summary.kinds,
         dataset_name=summary.dataset_name,
@@ -172,6 +172,26 @@ def rewrite_card(
         command=summary.command,
         quantization=summary.quantization,
     ).save(path)
+
+
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """
+    Versions of packages.
+
+    Args:
+        packages (`Sequence[str]`):
+            Their names, as `pip` knows them.
+
+    Returns:
+        `dict[str, str]`: Versions of those that are installed: a checkout on the path is not.
+    """
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _schema_hash(tool: Any) -> str:

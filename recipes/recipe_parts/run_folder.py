@@ -6,7 +6,6 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.hub import run_command
+from mcp_grpo.monitor import installed_versions
 from recipe_parts.command_line import read_settings, write_settings
 
 
@@ -129,7 +129,7 @@ class RunFolder:
         facts = {
             "command": run_command(),
             "python": platform.python_version(),
-            "packages": versions(),
+            "packages": installed_versions(PACKAGES),
             "cuda": torch.version.cuda,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "commit": _commit(),
@@ -138,17 +138,6 @@ class RunFolder:
             "num_tasks": num_tasks,
         }
         (self.path / "versions.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that a run depends on, of those that are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _commit() -> str | None:

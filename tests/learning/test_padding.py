@@ -15,7 +15,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl.trainer import add_fused_lm_head
 
-from mcp_grpo import MCPGRPOTrainer, objective
+from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.learning import Unpadded, ValueRecorder, add_value_head, by_length, minds_width
 
 
@@ -214,36 +214,6 @@ def test_the_loss_is_the_same_with_and_without_padding(
         assert sum(gradient.abs().sum() for gradient in padded[1].values()) > 0
         for name, gradient in padded[1].items():
             torch.testing.assert_close(trimmed[1][name], gradient, atol=1e-5, rtol=1e-3)
-
-
-def test_only_what_is_wanted_is_scored_and_with_the_same_figures(model: Any) -> None:
-    inputs, length = batch(), max(COMPLETIONS)
-    wanted = torch.rand(len(PROMPTS), length) < 0.5
-    everything, some = (Unpadded(model, wanted=w)(**inputs, fused_lm_head=True) for w in (None, wanted))
-    assert 0 < some.label_mask.sum() < everything.label_mask.sum()
-    for name in ("log_probs", "entropy"):
-        found, expected = getattr(some, name)[:, -length:], getattr(everything, name)[:, -length:]
-        torch.testing.assert_close(found, expected * wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_the_loss_projects_no_more_than_was_sampled(
-    tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    projected: list[int] = []
-
-    class Counting(Unpadded):
-        def __call__(self, **kwargs: Any) -> Any:
-            output = super().__call__(**kwargs)
-            projected.append(int(output.label_mask.sum()))
-            return output
-
-    monkeypatch.setattr(objective, "Unpadded", Counting)
-    with make_trainer(tmp_path, adding_model, max_steps=1) as trainer:
-        trainer.train()
-        [inputs] = trainer._buffered_inputs
-    sampled = int((inputs["turn_ids"] >= 0).sum())
-    assert 0 < sampled < int(inputs["completion_mask"].sum())
-    assert projected == [sampled]
 
 
 def test_rows_of_like_length_share_a_pass() -> None:
