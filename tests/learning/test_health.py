@@ -18,6 +18,8 @@ FINE: dict[str, float] = {
     "reward": 0.5,
     "tools/call_frequency": 1.0,
     "tools/valid_rate": 0.9,
+    "stop/max_tokens": 0.2,
+    "stop/max_turns": 0.3,
     "value/explained_variance": 0.5,
 }
 
@@ -31,6 +33,7 @@ FINE: dict[str, float] = {
         ({"frac_reward_zero_std": 1.0}, 3, ["same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["no tool was called", "first_call_retries"]),
         ({"tools/valid_rate": 0.18}, 3, ["less than half of the tool calls", "18%", "sft_warmup"]),
+        ({"stop/max_tokens": 0.25}, 3, ["cut before", "25% by `max_completion_length`, 30% by `max_turns`"]),
     ],
 )
 def test_a_sign_is_told_once_after_as_many_steps_as_it_takes(
