@@ -518,12 +518,8 @@ def test_a_strict_run_stops_with_the_reason_and_a_checkpoint(tmp_path: Path, add
 def test_a_run_whose_trajectories_are_cut_before_their_answer_says_which_setting_cuts(
     tmp_path: Path, adding_model: str
 ) -> None:
-    def by_place(trajectory: Any, **kwargs: Any) -> list[float]:
-        return [float(place % 2) for place in range(len(trajectory))]
-
-    settings = {"max_turns": 1, "max_steps": 3, "strict_health": True}
     with (
-        make_trainer(tmp_path, adding_model, reward=by_place, **settings) as trainer,
+        make_trainer(tmp_path, adding_model, max_turns=1, max_steps=3, strict_health=True) as trainer,
         pytest.raises(HealthError, match=r"cut before their answer \(now \d+% by .*, (\d\d|100)% by `max_turns`\)"),
     ):
         trainer.train()

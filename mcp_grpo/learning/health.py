@@ -15,6 +15,7 @@ MIN_ALIGNMENT = 0.99
 MIN_ACTIVE_FRACTION = 0.5
 MIN_VALID_RATE = 0.5
 MAX_CUT_FRACTION = 0.5
+MAX_FLAT_FRACTION = 0.5
 PATIENCE = 3  # batches in a row, where one may be bad luck
 EV_WINDOW = 10  # steps
 MAX_EV_DROP = 0.3
@@ -64,6 +65,23 @@ _SIGNS = (
         ),
         patience=PATIENCE,
     ),
+    _Sign(  # before the next, which would hide it
+        name="cuts",
+        keys=("stop/max_tokens", "stop/max_turns", "frac_reward_zero_std"),
+        # Not by itself: some tasks have no answer, and are rewarded all the same.
+        shows=lambda m: (
+            m["stop/max_tokens"] + m["stop/max_turns"] > MAX_CUT_FRACTION
+            and m["frac_reward_zero_std"] > MAX_FLAT_FRACTION
+        ),
+        sentence=lambda m: (
+            f"In {PATIENCE} batches in a row, more than half of the trajectories were cut before their answer (now "
+            f"{m['stop/max_tokens']:.0%} by `max_completion_length`, {m['stop/max_turns']:.0%} by `max_turns`), and more than "
+            "half of the groups had nothing to learn from: their tasks may need more than they are given. Raise the setting "
+            "that cuts most, or lower `max_result_tokens` or `max_turn_tokens`, so that one result or one turn does not take "
+            "all of it."
+        ),
+        patience=PATIENCE,
+    ),
     _Sign(
         name="spread",
         keys=("frac_reward_zero_std", "reward"),
@@ -93,18 +111,6 @@ _SIGNS = (
             f"In {PATIENCE} batches in a row, less than half of the tool calls could be made (now {m['tools/valid_rate']:.0%}): "
             "their syntax, tool or arguments are wrong. A policy that is punished for that may learn to call none. Warm it up "
             "on solutions first (`recipes/sft_warmup.py`), or set `bootstrap_steps` or `constrained_decoding`."
-        ),
-        patience=PATIENCE,
-    ),
-    _Sign(
-        name="cuts",
-        keys=("stop/max_tokens", "stop/max_turns"),
-        shows=lambda m: m["stop/max_tokens"] + m["stop/max_turns"] > MAX_CUT_FRACTION,
-        sentence=lambda m: (
-            f"In {PATIENCE} batches in a row, more than half of the trajectories were cut before their answer (now "
-            f"{m['stop/max_tokens']:.0%} by `max_completion_length`, {m['stop/max_turns']:.0%} by `max_turns`): their tasks may "
-            "need more than they are given. Raise the setting that cuts most, or lower `max_result_tokens` or "
-            "`max_turn_tokens`, so that one result or one turn does not take all of it."
         ),
         patience=PATIENCE,
     ),

@@ -33,7 +33,11 @@ FINE: dict[str, float] = {
         ({"frac_reward_zero_std": 1.0}, 3, ["same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["no tool was called", "first_call_retries"]),
         ({"tools/valid_rate": 0.18}, 3, ["less than half of the tool calls", "18%", "sft_warmup"]),
-        ({"stop/max_tokens": 0.25}, 3, ["cut before", "25% by `max_completion_length`, 30% by `max_turns`"]),
+        (
+            {"stop/max_tokens": 0.25, "frac_reward_zero_std": 0.75},
+            3,
+            ["cut before", "25% by `max_completion_length`, 30% by `max_turns`"],
+        ),
     ],
 )
 def test_a_sign_is_told_once_after_as_many_steps_as_it_takes(
@@ -56,6 +60,16 @@ def test_a_healthy_run_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(30):
         health.check(FINE, is_on_policy=False)
     health.check({})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changes", [{"stop/max_turns": 1.0}, {"frac_reward_zero_std": 0.9}])
+def test_trajectories_may_be_cut_while_groups_have_spread_and_groups_be_flat_while_few_are_cut(
+    changes: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    health = Health(is_strict=True)
+    for _ in range(5):
+        health.check(FINE | changes)
     assert not caplog.records
 
 
