@@ -11,8 +11,9 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
-from mcp_grpo.errors import SettingsError
+from mcp_grpo.errors import HealthError, SettingsError
 from mcp_grpo.learning import Ratio, SchemaMask, check_groups, other_rows, refill
+from mcp_grpo.monitor import project_of_trackers
 from mcp_grpo.publishing import PublishingTrainer
 from mcp_grpo.rollout import Background, Renderer, RolloutProgress, derived_seed
 from mcp_grpo.tasks import task_from_row
@@ -57,12 +58,38 @@ class BatchingTrainer(PublishingTrainer):
         raise NotImplementedError
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer`]. Where the GPU runs out of memory, the error says in which phase of a step."""
+        """
+        See [`~transformers.Trainer`]. Where the GPU runs out of memory, the error says in which phase of a step.
+
+        Raises:
+            [`HealthError`]: If the run was stopped because it cannot learn any more. All that follows training has been done
+            by then: trackers are closed, a checkpoint is written, and the best policy that was evaluated is loaded.
+        """
         self._drop_ahead()
         self._upcoming = (None, [])
         self._last_loaded_step = -1  # another run may have been at the same step, with other weights
-        with self._phases("other"):
-            return super().train(*args, **kwargs)
+        self._kept_step = None
+        if self.state.global_step:  # a run after a run
+            self._begin_anew()
+        with self._phases("other"), project_of_trackers(self.args.project):
+            output = super().train(*args, **kwargs)
+        stopped = [note for note in self.health_notes if note.is_fatal]
+        if stopped:
+            raise HealthError(f"{stopped[0].sentence} {self._after_stop(stopped[0].step)}")
+        return output
+
+    def _after_stop(self, step: int) -> str:
+        """Say where a run was stopped, and how to go on."""
+        saved = f"checkpoint-{step} in {self.args.output_dir}" if self.args.save_strategy != "no" else "no checkpoint"
+        kept = (
+            f"; step {self._kept_step}, the best that was evaluated, is the policy that is kept"
+            if self._kept_step
+            else ""
+        )
+        return (
+            f"The run was stopped at step {step}, with {saved}{kept}. To train on all the same, set "
+            '`on_unhealthy="warn"`.'
+        )
 
     def measure_phases(self) -> None:
         """Log the seconds and, on a GPU, the largest memory of each phase of a step, as `profile/<phase>_seconds` and so on."""

@@ -1,7 +1,7 @@
 """The settings of a run: TRL's, and a few of our own."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.learning import GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
+from mcp_grpo.learning import REACTIONS, GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
 from mcp_grpo.rollout import Limits, Renderer, Schedule
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
@@ -190,8 +190,17 @@ class MCPGRPOConfig(GRPOConfig):
         dynamic_sampling (`int`, *optional*, defaults to `0`):
             How many times, at most, groups whose attempts all have the same reward are replaced by groups of other tasks.
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
-        strict_health (`bool`, *optional*, defaults to `False`):
-            Whether signs that the run cannot learn stop it with an error, instead of a warning.
+        on_unhealthy (`str`, *optional*, defaults to `"stop"`):
+            With `servers`, what to do about signs that the run does not learn. `"stop"` ends it with a checkpoint and a
+            [`HealthError`] where it cannot learn any more (no calls and no spread in any group, ratios that are wrong before
+            the first update, a policy that has collapsed), and warns of all others. `"warn"` never ends it. `"strict"` ends
+            it for every sign.
+        health_patience (`int`, *optional*, defaults to `5`):
+            Batches in a row in which a sign must show before it counts.
+        keep_best (`bool`, *optional*, defaults to `True`):
+            With `servers`, evaluations and checkpoints: whether the policy that did best in an evaluation is kept, and is
+            the one that is there, and saved, when training ends. "Best" is by `metric_for_best_model`, `"eval_reward"` if not
+            given.
         first_phase_steps (`int`, *optional*, defaults to `0`):
             Steps at the start that are sampled in another way: by the two settings that follow. Ratios stay right: what
             is sampled at a temperature is also scored and learnt from at that temperature.
@@ -491,10 +500,23 @@ class MCPGRPOConfig(GRPOConfig):
             "other tasks.",
         },
     )
-    strict_health: bool = field(
-        default=False,
+    on_unhealthy: str = field(
+        default="stop",
         metadata={
-            "help": "Whether signs that the run cannot learn stop it with an error, instead of a warning.",
+            "help": 'What to do about signs that the run does not learn: "stop" where it cannot any more, and warn of others; '
+            '"warn" only; "strict", to stop for every sign.',
+        },
+    )
+    health_patience: int = field(
+        default=5,
+        metadata={
+            "help": "Batches in a row in which a sign of ill health must show before it counts.",
+        },
+    )
+    keep_best: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the policy that did best in an evaluation is kept, and is the one that is saved in the end.",
         },
     )
     first_phase_steps: int = field(
@@ -573,7 +595,7 @@ class MCPGRPOConfig(GRPOConfig):
         if self.report_to is None:
             self.report_to = "trackio" if is_trackio_available() else "none"
         super().__post_init__()
-        if self.writes_metrics and self.project == "huggingface":  # the same for all that do not name one
+        if self.project == "huggingface":  # the same for all that do not name one
             self.project = Path(str(self.output_dir)).resolve().name or self.project
         if self.trackio_space_id is None and self.trackio_static_space_id is None:
             self.trackio_static_space_id = (
@@ -591,7 +613,9 @@ class MCPGRPOConfig(GRPOConfig):
                 f"`trajectory_timeout` must be a positive number of seconds, got {self.trajectory_timeout}."
             )
         self._check_ranges()
-        self._check_choices(straggler_policy=STRAGGLER_POLICIES)
+        self._check_choices(straggler_policy=STRAGGLER_POLICIES, on_unhealthy=REACTIONS)
+        if self.health_patience < 1:
+            raise SettingsError(f"`health_patience` must be at least 1, got {self.health_patience}.")
         if not 0 < self.straggler_quantile <= 1:
             raise SettingsError(
                 f"`straggler_quantile` must be above 0 and at most 1, got {self.straggler_quantile}: it is the share of a batch "
@@ -627,7 +651,7 @@ class MCPGRPOConfig(GRPOConfig):
                 f"{self.importance_sampling_level!r}: over a sequence, ratios would weigh down just those whose format is weak."
             )
 
-    def _check_choices(self, **choices: list[Any]) -> None:
+    def _check_choices(self, **choices: Sequence[Any]) -> None:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise SettingsError(f"`{name}` must be one of {known}, got {getattr(self, name)!r}.")
@@ -693,6 +717,20 @@ class MCPGRPOConfig(GRPOConfig):
     def value_head_kind(self) -> str | None:
         """The value head that there is to be, if any."""
         return self.value_head or ("linear" if self.advantage_mode in ("gae", "hybrid") else None)
+
+    def keeps_best(self, eval_dataset: Any) -> bool:
+        """
+        Return whether there will be a best policy to keep.
+
+        Args:
+            eval_dataset (`Dataset` or `Mapping`, *optional*):
+                Tasks to judge by.
+
+        Returns:
+            `bool`: Whether `keep_best` is on, and there are evaluations and checkpoints.
+        """
+        is_judged = eval_dataset is not None and self.eval_strategy != "no"
+        return self.keep_best and is_judged and self.save_strategy != "no"
 
     def make_kl_control(self) -> KLControl | None:
         """
@@ -876,7 +914,9 @@ NEEDS_SERVERS = (
     "ratio_gate_min",
     "ratio_gate_max",
     "dynamic_sampling",
-    "strict_health",
+    "on_unhealthy",
+    "health_patience",
+    "keep_best",
     "first_phase_steps",
     "rollout_ahead",
     "weight_sync",

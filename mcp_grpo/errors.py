@@ -48,7 +48,7 @@ class SamplerError(MCPGRPOError, RuntimeError):
 
 
 class HealthError(MCPGRPOError, RuntimeError):
-    """A run that cannot learn, found by a health check with `strict_health=True`."""
+    """A run that cannot learn any more, and was stopped for it."""
 
 
 class OutOfMemoryError(MCPGRPOError, RuntimeError):

@@ -1,5 +1,6 @@
 """The loss: TRL's own, and what may be added to it or held back from it."""
 
+import logging
 import math
 from typing import Any, cast
 
@@ -11,12 +12,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from mcp_grpo._trl import LossDenominator, per_update
 from mcp_grpo.config import MCPGRPOConfig
-from mcp_grpo.errors import HealthError
 from mcp_grpo.learning import (
     MIN_SCALE,
     Bootstrap,
     Critic,
     Health,
+    HealthNote,
     MovingReference,
     RatioGate,
     TokenFigures,
@@ -36,8 +37,10 @@ from mcp_grpo.learning import (
     token_sums,
     turn_columns,
 )
-from mcp_grpo.monitor import Phases
+from mcp_grpo.monitor import GPUWatch, Phases
 
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
@@ -64,6 +67,7 @@ class ObjectiveTrainer(GRPOTrainer):
     num_generations_eval: int
     reward_weights: torch.Tensor
     chat_template_kwargs: dict[str, Any]
+    _gpu_watch: GPUWatch
 
     _is_guarded = False  # whether it is known what tokens were sampled with, so that ratios and KL are guarded
 
@@ -112,8 +116,9 @@ class ObjectiveTrainer(GRPOTrainer):
         self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
         self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
         self._has_entropy_bonus = self._entropy_bonus_enabled
-        self._health = Health(args.strict_health)
+        self._health = Health(args.on_unhealthy, args.health_patience)
         self._figures: dict[str, float] = {}  # of the step at hand
+        self._entropies: list[float] = []  # of its passes
         self.add_callback(_StepEnd(self))
 
     @property
@@ -174,7 +179,17 @@ class ObjectiveTrainer(GRPOTrainer):
         self._add_columns(batch)
         if self._critic is not None or self.args.advantage_mode != "group":
             self._add_turns(batch)
+        if self.model.training:
+            self._figures["is_flat"] = float(self._is_flat())
         return batch
+
+    def _is_flat(self) -> bool:
+        """Return whether no attempt of a batch did better than the others it is compared with."""
+        if "frac_reward_zero_std" in self._figures:
+            return self._figures["frac_reward_zero_std"] == 1
+        # A value head compares all attempts with each other, and turns with turns.
+        totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        return not self._turn_rewards.given and bool((totals == totals[0]).all())
 
     def _add_columns(self, batch: Batch) -> None:
         """Add what else the loss needs to a batch that has been scored."""
@@ -271,6 +286,8 @@ class ObjectiveTrainer(GRPOTrainer):
                 self.entropy_coef += self._bootstrap.entropy_coef * strength
             self._entropy_bonus_enabled = self._has_entropy_bonus or strength > 0
             loss = super()._compute_loss(model, inputs)
+            if self.model.training:
+                self._entropies.append(self._metrics["train"]["entropy"][-1])
             if "masked" in inputs and self.beta and args.kl_on_forced and args.schema_mask_weight == 0:
                 denominator = LossDenominator.of(self, inputs)
                 kl = kl_of_masked(self._logps, inputs, denominator, is_corrected=args.use_bias_correction_kl)
@@ -396,8 +413,8 @@ class ObjectiveTrainer(GRPOTrainer):
             for parameter, gradient in zip(own, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _end_step(self) -> None:
-        """What follows an update: KL control, the mixing weight, the reference, and a look at the run's health."""
+    def _end_step(self) -> bool:
+        """Do what follows an update: KL control, the mixing weight, the reference. Return whether to train on."""
         if self._critic is not None:
             self._record(self._critic.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum")))
         of_tokens, self._token_figures = self._token_figures.metrics(), TokenFigures()
@@ -412,16 +429,27 @@ class ObjectiveTrainer(GRPOTrainer):
             self._record({"ref/distance": distance, "ref/num_differing": num_differing})
         if self._phases.is_measuring:
             self._record(self._phases.end_step())
+        self._record(self._gpu_watch.metrics())
         figures, self._figures = self._figures, {}
+        entropies, self._entropies = self._entropies, []
+        self._logps, self._recorder = None, None  # and with them what is left of the graph
+        if not self._is_guarded:
+            return True
+        figures["entropy"] = sum(entropies) / len(entropies)
+        if self._kl_control is not None:
+            figures["kl_target"] = cast(float, self.args.kl_target)
         if self._bootstrap.strength(self.state.global_step):  # calls are being learnt
             figures.pop("tools/valid_rate", None)
-        self._logps, self._recorder = None, None  # and with them what is left of the graph
-        if self._is_guarded:
-            try:
-                self._health.check(figures, is_on_policy=self._is_on_policy and not self.args.rollout_ahead)
-            except HealthError:
-                self._save_before_stopping()
-                raise
+        is_on_policy = self._is_on_policy and not self.args.rollout_ahead
+        notes = self._health.check(figures, step=self.state.global_step, is_on_policy=is_on_policy)
+        self._say(notes)
+        self._record({f"health/{name}": 1.0 for name in self._health.showing})
+        return not any(note.is_fatal for note in notes)
+
+    def _say(self, notes: list[HealthNote]) -> None:
+        """Say what is wrong with the run, once for all processes."""
+        for note in notes if self.is_world_process_zero() else []:
+            logger.warning("Step %d: %s", note.step, note.sentence)
 
     def _save_before_stopping(self) -> None:
         """Write a checkpoint to go on from once what is wrong has been mended."""
@@ -442,7 +470,11 @@ class _StepEnd(TrainerCallback):
         self._trainer._phases.end()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._end_step()
+        if not self._trainer._end_step():
+            control.should_training_stop = control.should_log = True
+            control.should_save = args.save_strategy != "no"
+        if control.should_training_stop and args.eval_strategy != "no":
+            control.should_evaluate = True  # or nobody would know how well the last policy does
 
 
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:

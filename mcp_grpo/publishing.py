@@ -1,21 +1,31 @@
 """What is written when a policy is saved, what a run goes on from, and what is shown to others."""
 
+import logging
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
 from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from mcp_grpo._trl import tables_as_text
 from mcp_grpo.config import MCPGRPOConfig
-from mcp_grpo.evaluation import Evaluation, comparison_rows
+from mcp_grpo.evaluation import (
+    EVALUATIONS_FILE,
+    Evaluation,
+    Judged,
+    best_of,
+    change,
+    comparison_rows,
+    read_judged,
+    write_judged,
+)
 from mcp_grpo.hub import (
     POLICY_FILE,
     PolicyFacts,
@@ -27,7 +37,7 @@ from mcp_grpo.hub import (
     uploads_of,
     write_facts,
 )
-from mcp_grpo.learning import load_value_head, save_value_head, without_value_head
+from mcp_grpo.learning import Health, HealthNote, load_value_head, save_value_head, without_value_head
 from mcp_grpo.learning.value_head import VALUE_HEAD_FILE
 from mcp_grpo.monitor import (
     METRICS_FILE,
@@ -35,6 +45,7 @@ from mcp_grpo.monitor import (
     RunSummary,
     TrackioScope,
     plot_curves,
+    project_of_trackers,
     rewrite_card,
     trajectory_columns,
 )
@@ -47,6 +58,9 @@ STATE_FILE = "objective-{rank}.pt"  # in a checkpoint, beside those of the optim
 CURVES_FILE = "curves.png"
 KINDS = ("family", "difficulty")  # columns that say what kind of task a row is
 MAX_KINDS = 40  # with more, a column names tasks rather than kinds
+FALLING = "falling_evaluation"  # the sign of ill health that evaluations show
+
+logger = logging.getLogger(__name__)
 
 
 class PublishingTrainer(ObjectiveTrainer):
@@ -63,6 +77,13 @@ class PublishingTrainer(ObjectiveTrainer):
     _results: tuple[str, list[tuple[str, float, float]]] = ("", [])
 
     def __init__(self, model: Any, reward_funcs: Any, args: MCPGRPOConfig, train_dataset: Any, **kwargs: Any) -> None:
+        if self._engine is not None and args.keeps_best(kwargs.get("eval_dataset")):
+            args.load_best_model_at_end = True
+            args.metric_for_best_model = args.metric_for_best_model or "eval_reward"
+            args.greater_is_better = args.greater_is_better is not False
+        self._rewards_by_task: dict[str, list[float]] = defaultdict(list)  # of the evaluation under way
+        self.evaluations: list[Judged] = []
+        self._kept_step: int | None = None
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         if args.writes_metrics:
             self.add_callback(MetricsFile(Path(cast("str", args.output_dir)) / METRICS_FILE))
@@ -122,7 +143,8 @@ class PublishingTrainer(ObjectiveTrainer):
         title, results = self._results
         evaluations = [entry for entry in history if "eval_reward" in entry]
         if not results and len(evaluations) > 1:
-            first, last = evaluations[0], evaluations[-1]
+            first = evaluations[0]
+            last = next((entry for entry in evaluations[1:] if entry["step"] == self.kept_step), evaluations[-1])
             names = [
                 "eval_reward",
                 *(name for name in first if name.startswith("eval_rewards/") and name.endswith("/mean")),
@@ -170,6 +192,19 @@ class PublishingTrainer(ObjectiveTrainer):
         args, base = self.args, self.model.config._name_or_path
         secrets = [args.hub_token, get_token(), *self._engine.secrets]
         return PrivateValues.of(secrets, [args.output_dir, args.cassette, base if Path(base).exists() else None])
+
+    def without_secrets(self, text: str) -> str:
+        """
+        Hide what is private in a text: keys of servers and of the environment, and folders of this machine.
+
+        Args:
+            text (`str`):
+                The text.
+
+        Returns:
+            `str`: The text without them.
+        """
+        return text if self._engine is None else self._private_values.hide(text)
 
     @contextmanager
     def _clean_uploads(self) -> Iterator[None]:
@@ -219,6 +254,75 @@ class PublishingTrainer(ObjectiveTrainer):
                 if (folder / name).is_file():
                     shutil.copy(folder / name, output_dir)
 
+    # ---- Evaluations ----
+
+    @property
+    def health_notes(self) -> list[HealthNote]:
+        """Return what was said about the health of the run so far."""
+        return list(self._health.notes)
+
+    @property
+    def kept_step(self) -> int:
+        """Return the step of the policy as it is now: that of the best evaluation where training has ended with it."""
+        return self.state.global_step if self._kept_step is None else self._kept_step
+
+    def _begin_anew(self) -> None:
+        """Forget what was seen and said of an earlier run."""
+        self.evaluations, self._health = [], Health(self.args.on_unhealthy, self.args.health_patience)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See [`~transformers.Trainer`]. With `servers`, rewards by task are also kept in `evaluations.jsonl`."""
+        self._rewards_by_task.clear()
+        metrics = super().evaluate(*args, **kwargs)
+        if self._engine is None or not self._rewards_by_task:
+            return metrics
+        rewards = dict(self._rewards_by_task)
+        self._rewards_by_task.clear()  # of several datasets, the first to be evaluated is the one that counts
+        step = self.state.global_step
+        if any(each.step == step for each in self.evaluations):
+            return metrics
+        figures = {name.removeprefix("eval_"): value for name, value in metrics.items() if isinstance(value, float)}
+        judged = Judged(step=step, rewards=rewards, metrics=figures)
+        self._check_fall(judged)
+        self.evaluations.append(judged)
+        if self.is_world_process_zero():
+            logger.info("Evaluation at step %d: reward %s, %s", step, judged.reward, figures)
+            write_judged(self.evaluations, Path(cast("str", self.args.output_dir)) / EVALUATIONS_FILE)
+        return metrics
+
+    def _judge(self, rewards: torch.Tensor) -> None:
+        """Note the rewards of an evaluation's batch, of all processes, by task."""
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1).tolist()
+        is_judged = (~rewards.isnan().all(dim=1)).tolist()
+        task_ids = gather_object([trajectory.task.task_id for trajectory in self._trajectories])
+        for task_id, total, counts in zip(task_ids, totals, is_judged, strict=True):
+            if counts:
+                self._rewards_by_task[task_id].append(total)
+
+    def _check_fall(self, judged: Judged) -> None:
+        """Say so if a policy does worse on the same tasks than it did before, by more than chance."""
+        if not self.evaluations or any(note.name == FALLING for note in self._health.notes):
+            return
+        best = best_of(self.evaluations)
+        fall = change(best, judged)
+        if fall is None or fall.high >= 0:
+            return
+        kept = f" The policy of step {best.step} is kept." if self.args.load_best_model_at_end and best.step else ""
+        sentence = (
+            f"The policy does worse on the tasks it is judged by: reward {best.reward.mean:.3f} at step {best.step}, "
+            f"{judged.reward.mean:.3f} now (change {fall.mean:+.3f}, 95 % interval {fall.low:+.3f} to {fall.high:+.3f}).{kept} "
+            "Lower `learning_rate`, raise `beta`, train on more tasks, or end the run earlier."
+        )
+        note = self._health.note(FALLING, sentence, self.state.global_step)
+        self._say([note])
+        self.control.should_training_stop |= note.is_fatal
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self._engine is not None and self.args.load_best_model_at_end:
+            self.control.should_save = True  # also between two checkpoints
+        return is_best
+
     # ---- Trackers ----
 
     def _calculate_rewards(
@@ -232,7 +336,7 @@ class PublishingTrainer(ObjectiveTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """See [`~trl.GRPOTrainer`]."""
-        with tables_as_text():
+        with tables_as_text(), project_of_trackers(self.args.project):
             super().log(logs, start_time)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -288,6 +392,7 @@ class PublishingTrainer(ObjectiveTrainer):
         super()._load_best_model()
         if self._critic is not None and self.state.best_model_checkpoint:
             load_value_head(self._critic.head, self.state.best_model_checkpoint)
+        self._kept_step = self.state.best_global_step
         self._last_loaded_step = -1  # the sampler has the last one's weights
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -297,6 +402,7 @@ class PublishingTrainer(ObjectiveTrainer):
         state = {
             "num_processes": self.accelerator.num_processes,
             "step": self._step,
+            "global_step": self.state.global_step,
             "num_rollouts": self._num_rollouts,
             "turns": self._engine and self._engine.turns.state_dict(),
             "health": self._health.state_dict(),
@@ -329,6 +435,8 @@ class PublishingTrainer(ObjectiveTrainer):
         if self._engine is not None and state["turns"]:
             self._engine.turns.load_state_dict(state["turns"])
         self._health.load_state_dict(state["health"])
+        file = Path(cast("str", self.args.output_dir)) / EVALUATIONS_FILE
+        self.evaluations = read_judged(file, up_to=state["global_step"])
         if self._kl_control is not None and state["kl_control"]:
             self._kl_control.load_state_dict(state["kl_control"])
             self.beta = self._kl_control.beta

@@ -25,6 +25,7 @@ from mcp_grpo.learning import (
     tool_metrics,
     trajectory_metrics,
 )
+from mcp_grpo.monitor import GPUWatch, speak_in_terminal
 from mcp_grpo.rollout import (
     Background,
     Renderer,
@@ -102,6 +103,9 @@ class MCPGRPOTrainer(BatchingTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = MCPGRPOConfig(f"{Path(name).name}-MCP-GRPO")
+        if args.process_index == 0:
+            speak_in_terminal("mcp_grpo")
+        self._gpu_watch = GPUWatch()
         self._engine: RolloutEngine | None = None
         self._sampler: Sampler | None = None
         self._tasks: list[Task] = []
@@ -148,6 +152,7 @@ class MCPGRPOTrainer(BatchingTrainer):
     def close(self) -> None:
         """End every server, what is still rolled out, and vLLM in process. Safe to call more than once."""
         try:
+            self._gpu_watch.close()
             self._drop_ahead()
             if self._sampler is not None:
                 self._sampler.close()
@@ -259,7 +264,10 @@ class MCPGRPOTrainer(BatchingTrainer):
             return rewards
         left_out = [not t.is_learnt_from or (t.is_cut and self.args.truncation == "mask") for t in self._trajectories]
         is_left_out = self.accelerator.gather(torch.tensor(left_out, device=rewards.device))
-        return rewards.masked_fill(is_left_out.unsqueeze(1), torch.nan)
+        rewards = rewards.masked_fill(is_left_out.unsqueeze(1), torch.nan)
+        if not self.model.training:
+            self._judge(rewards)
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._engine is None:

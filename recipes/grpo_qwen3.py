@@ -21,17 +21,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from recipe_parts.command_line import StrictParser
 from recipe_parts.desk import TaskArguments, load_rewards
 from recipe_parts.preflight import run_preflight
 from recipe_parts.run_folder import RunFolder
 from recipe_parts.stand_in import STAND_IN, save_stand_in, tokenizer_of
+from rich.console import Console
 from transformers import ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress
-from mcp_grpo.errors import MCPGRPOError, SettingsError
-from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrajectoryLog, profile_table
+from mcp_grpo.errors import HealthError, MCPGRPOError, SettingsError
+from mcp_grpo.monitor import (
+    METRICS_FILE,
+    MetricsFile,
+    TrajectoryLog,
+    health_lines,
+    learning_sentence,
+    learning_table,
+    profile_table,
+    training_sentence,
+)
 
 
 logger = logging.getLogger("recipes")
@@ -149,7 +160,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
             quantization_config=get_quantization_config(model),
             callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
         ) as trainer:
-            folder.write(trainer.catalog, len(train_dataset))
+            folder.write(trainer, servers)
             train(trainer, script, folder.path, checkpoint)
     return trainer
 
@@ -203,17 +214,53 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
         TrajectoryLog(folder / "debug").watch(trainer)
     if script.profile:
         trainer.measure_phases()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    stopped: HealthError | None = None
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except HealthError as error:
+        stopped = error  # what was learnt until then is kept
     trainer.save_model()
-    if trainer.args.push_to_hub:
+    if trainer.args.push_to_hub and stopped is None:
         trainer.push_to_hub()
-    if not trainer.is_world_process_zero():
-        return
+    if trainer.is_world_process_zero():
+        report(trainer, script, folder)
+    if stopped is not None:
+        raise stopped
+
+
+def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> None:
+    """
+    Say what was learnt, what was found wrong, and what was kept.
+
+    Args:
+        trainer ([`MCPGRPOTrainer`]):
+            The trainer, after training.
+        script (`TrainArguments`):
+            How to look at it.
+        folder (`Path`):
+            Where to write.
+    """
+    console = Console(record=True)
     if script.profile:
         table = profile_table(trainer.state.log_history)
         (folder / "profile.md").write_text(table + "\n")
         print(table)
-    print(f"Done. Figures: {folder}/metrics.jsonl, curves: {folder}/curves.png, settings: {folder}/config.yaml.")
+    evaluations, kept = trainer.evaluations, trainer.kept_step
+    if evaluations:
+        console.print(learning_table(evaluations, kept))
+        console.print(learning_sentence(evaluations, kept), soft_wrap=True, highlight=False)
+    else:
+        console.print(training_sentence(trainer.state.log_history), soft_wrap=True, highlight=False)
+    for line in health_lines(trainer.health_notes):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    what = "adapter" if is_peft_model(trainer.model) else "model"
+    console.print(
+        f"The {what} of step {kept} is in {folder}. Metrics: metrics.jsonl; curves: curves.png; settings: config.yaml; "
+        "this report: report.txt.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    (folder / "report.txt").write_text(console.export_text())
 
 
 if __name__ == "__main__":

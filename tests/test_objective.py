@@ -489,7 +489,7 @@ def test_a_run_that_cannot_learn_says_so(tmp_path: Path, adding_model: str, capl
     def same(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
         return [1.0] * len(trajectory)
 
-    with make_trainer(tmp_path, adding_model, reward=same, max_steps=4, **PAIR) as trainer:
+    with make_trainer(tmp_path, adding_model, reward=same, max_steps=4, health_patience=3, **PAIR) as trainer:
         trainer.train()
     said = [record.message for record in caplog.records if "same reward" in record.message]
     assert len(said) == 1
@@ -505,7 +505,13 @@ def test_a_strict_run_stops_with_the_reason_and_a_checkpoint(tmp_path: Path, add
 
     with (
         make_trainer(
-            tmp_path, adding_model, Misaligned, strict_health=True, save_strategy="steps", save_steps=100
+            tmp_path,
+            adding_model,
+            Misaligned,
+            on_unhealthy="strict",
+            health_patience=3,
+            save_strategy="steps",
+            save_steps=100,
         ) as trainer,
         pytest.raises(
             HealthError, match=r"the ratio of the policy to the sampler should be 1, but its median is 1\.105"
@@ -519,7 +525,9 @@ def test_a_run_whose_trajectories_are_cut_before_their_answer_says_which_setting
     tmp_path: Path, adding_model: str
 ) -> None:
     with (
-        make_trainer(tmp_path, adding_model, max_turns=1, max_steps=3, strict_health=True) as trainer,
+        make_trainer(
+            tmp_path, adding_model, max_turns=1, max_steps=3, on_unhealthy="strict", health_patience=3
+        ) as trainer,
         pytest.raises(HealthError, match=r"cut before their answer \(now \d+% by .*, (\d\d|100)% by `max_turns`\)"),
     ):
         trainer.train()
@@ -633,7 +641,7 @@ def test_calls_that_cannot_be_made_are_no_sign_while_they_are_being_learnt(
     changes = {"schema_mask": "syntax", "bootstrap_steps": bootstrap_steps, "max_steps": 1}
     with make_trainer(tmp_path, adding_model, **changes) as trainer:
         seen: list[set[str]] = []
-        monkeypatch.setattr(trainer._health, "check", lambda figures, **kwargs: seen.append(set(figures)))
+        monkeypatch.setattr(trainer._health, "check", lambda figures, **kwargs: seen.append(set(figures)) or [])
         trainer.train()
     assert ["tools/valid_rate" in figures for figures in seen] == [bootstrap_steps == 0]
     assert all("tools/call_frequency" in figures for figures in seen)

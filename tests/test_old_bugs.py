@@ -23,7 +23,7 @@ from mcp_grpo.types import TokenRole
 
 
 def train(folder: Path, model: str, kind: type[MCPGRPOTrainer] = MCPGRPOTrainer, **changes: Any) -> MCPGRPOTrainer:
-    with make_trainer(folder, model, kind, **{"strict_health": True, **changes}) as trainer:
+    with make_trainer(folder, model, kind, **{"on_unhealthy": "strict", "health_patience": 3, **changes}) as trainer:
         trainer.train()
     return trainer
 

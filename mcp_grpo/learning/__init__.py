@@ -9,7 +9,7 @@ from mcp_grpo.learning.diagnostics import Ratio, pace_metrics, reduced, tool_met
 from mcp_grpo.learning.extras import kl_of_masked
 from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
-from mcp_grpo.learning.health import Health
+from mcp_grpo.learning.health import REACTIONS, Health, HealthNote
 from mcp_grpo.learning.kl import KLControl, capped_reference
 from mcp_grpo.learning.padding import Unpadded, by_length, minds_width
 from mcp_grpo.learning.reference import MovingReference
@@ -30,10 +30,12 @@ from mcp_grpo.learning.value_head import (
 
 __all__ = [
     "MIN_SCALE",
+    "REACTIONS",
     "Bootstrap",
     "Critic",
     "GrammarRoles",
     "Health",
+    "HealthNote",
     "KLControl",
     "MaskRule",
     "MixingWeight",

@@ -1,5 +1,6 @@
 """The folder of a run: what it was told, with which versions, what it logged, and where it can go on from."""
 
+import hashlib
 import json
 import logging
 import platform
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers.trainer_utils import get_last_checkpoint
 
-from mcp_grpo.errors import SettingsError
+from mcp_grpo import MCPGRPOTrainer
+from mcp_grpo.errors import HealthError, SettingsError
 from mcp_grpo.hub import run_command
-from mcp_grpo.monitor import installed_versions
+from mcp_grpo.monitor import installed_versions, speak_in_terminal
 from recipe_parts.command_line import read_settings, write_settings
 
 
@@ -31,6 +34,7 @@ PACKAGES = (
     "trl",
     "vllm",
 )
+MAX_TASKS = 200  # that are written down; a hash stands for all of them
 MAY_DIFFER = {"config", "resume", "debug_trajectory", "profile", "preflight", "output_dir"}  # from what is resumed
 
 logger = logging.getLogger("recipes")
@@ -38,7 +42,8 @@ logger = logging.getLogger("recipes")
 
 class RunFolder:
     """
-    Where a run writes: `config.yaml`, `versions.json`, `run.log`, `metrics.jsonl`, `profile.md`, `debug/`, and checkpoints.
+    Where a run writes: `config.yaml`, `servers.json`, `tasks/`, `versions.json`, `run.log`, `metrics.jsonl`,
+    `evaluations.jsonl`, `report.txt`, `profile.md`, `debug/`, and checkpoints.
 
     Args:
         path (`Path`):
@@ -87,45 +92,62 @@ class RunFolder:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Context in which everything that is logged also goes to `run.log`."""
+        """Write what is logged to `run.log`, too. Warnings still reach the terminal."""
         if not self._is_main:
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(self.path / "run.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        speak_in_terminal("mcp_grpo", "recipes")  # a handler of the root would silence them
         # The loggers of these libraries do not pass on what they get to the root.
-        loggers = [logging.getLogger(name) for name in (None, "transformers", "trl", "mcp_grpo", "recipes")]
-        loggers = [each for each in loggers if each.name == "root" or not each.propagate or each.name == "recipes"]
-        levels = [each.level for each in loggers]
-        logging.getLogger("recipes").setLevel(logging.INFO)
-        for each in loggers:
-            if each.name != "recipes":
-                each.addHandler(handler)
+        others = [logging.getLogger(name) for name in ("transformers", "trl")]
+        receiving = [logging.getLogger(), *(each for each in others if not each.propagate)]
+        own = [logging.getLogger(name) for name in ("mcp_grpo", "recipes")]
+        levels = [each.level for each in own]
+        for each in own:
+            each.setLevel(logging.INFO)
+        for each in receiving:
+            each.addHandler(handler)
         try:
             yield
+        except HealthError as error:
+            logger.error("The run was stopped: %s", error, extra={"is_said": True})
+            raise
         except BaseException:
-            logger.exception("The run has failed")
+            logger.exception("The run has failed", extra={"is_said": True})
             raise
         finally:
-            for each, level in zip(loggers, levels, strict=True):
+            for each in receiving:
                 each.removeHandler(handler)
+            for each, level in zip(own, levels, strict=True):
                 each.setLevel(level)
             handler.close()
 
-    def write(self, catalog: Any, num_tasks: int) -> None:
+    def write(self, trainer: MCPGRPOTrainer, servers: Any) -> None:
         """
         Write what the run was told, and with what it runs.
 
         Args:
-            catalog (`Catalog`):
-                The tools of the servers.
-            num_tasks (`int`):
-                How many tasks there are.
+            trainer ([`MCPGRPOTrainer`]):
+                The trainer, with its tools and tasks.
+            servers (`str` or `Mapping[str, Any]`):
+                What it was told about its servers. Keys that stand in it are not written.
         """
         if not self._is_main:
             return
+        catalog = trainer.catalog
         write_settings(self._settings | {"resume": False}, self.path / "config.yaml")
+        text = Path(servers).read_text() if isinstance(servers, str | Path) else json.dumps(servers, indent=2) + "\n"
+        (self.path / "servers.json").write_text(trainer.without_secrets(text))
+        datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+        tasks = {name: self._write_tasks(name, rows) for name, rows in datasets.items() if isinstance(rows, Dataset)}
+        given = {name: value for name, value in self._settings.items() if value is not None}
+        logger.info("Settings: %s", json.dumps(given, default=str, sort_keys=True))
+        logger.info("Tasks: %s", json.dumps(tasks))
+        for server in catalog.servers:
+            names = [tool.name for tool in catalog.tools if tool.server == server]
+            logger.info("Server %s: %d tools: %s", server, len(names), ", ".join(names))
         facts = {
             "command": run_command(),
             "python": platform.python_version(),
@@ -135,9 +157,20 @@ class RunFolder:
             "commit": _commit(),
             "catalog_hash": catalog.hash,
             "tools": sorted(f"{tool.server}/{tool.tool}" for tool in catalog.tools),
-            "num_tasks": num_tasks,
+            "tasks": tasks,
         }
         (self.path / "versions.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+    def _write_tasks(self, name: str, rows: Dataset) -> dict[str, Any]:
+        """Write the first tasks, and return how many there are, with a hash of all of them."""
+        lines = [json.dumps(row, sort_keys=True, default=str, ensure_ascii=False) for row in rows]
+        (self.path / "tasks").mkdir(exist_ok=True)
+        (self.path / "tasks" / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines[:MAX_TASKS]))
+        return {
+            "num_tasks": len(lines),
+            "num_written": min(len(lines), MAX_TASKS),
+            "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        }
 
 
 def _commit() -> str | None:

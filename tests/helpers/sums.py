@@ -1,6 +1,7 @@
 """A policy that has learnt one thing: to add 2 and 3 with the tool of `servers/sums.py`, and say the result."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,8 @@ ROWS = [{"task_id": f"sum-{i}", "prompt": "2+3?", "answer": "5", "colour": "red"
 
 def save_adding_model(folder: Path, tools: list[dict[str, Any]], **settings: Any) -> str:
     """Teach a tiny model the one conversation, at some length, and write it with its tokenizer."""
-    tokenizer = family_tokenizer("qwen3")
+    tokenizer, renderer = _tokenizer()
     model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128, **settings)
-    renderer = Renderer(
-        tokenizer, end_of_turn_ids=end_of_turn_ids("qwen3", tokenizer), chat_template_kwargs=TEMPLATE_KWARGS
-    )
     prompt = tokenizer.decode(renderer.prompt_ids([{"role": "user", "content": "2+3?"}], tools))
     suffix = tokenizer.decode(renderer.suffix_ids([{"role": "tool", "name": "add", "content": "5"}]))
     # Sometimes a wrong answer, so that a group has something to learn from.
@@ -31,3 +29,20 @@ def save_adding_model(folder: Path, tools: list[dict[str, Any]], **settings: Any
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def save_talking_model(folder: Path, tools: list[dict[str, Any]], answers: Sequence[str], steps: int = 120) -> str:
+    """Teach a tiny model to answer at once, without its tool, and write it with its tokenizer."""
+    tokenizer, renderer = _tokenizer()
+    model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128)
+    prompt = tokenizer.decode(renderer.prompt_ids([{"role": "user", "content": "2+3?"}], tools))
+    teach(model, tokenizer, [(prompt, f"{answer}<|im_end|>") for answer in answers], steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _tokenizer() -> tuple[Any, Renderer]:
+    tokenizer = family_tokenizer("qwen3")
+    ends = end_of_turn_ids("qwen3", tokenizer)
+    return tokenizer, Renderer(tokenizer, end_of_turn_ids=ends, chat_template_kwargs=TEMPLATE_KWARGS)

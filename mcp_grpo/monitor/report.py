@@ -1,0 +1,139 @@
+"""What a run has learnt, said at its end."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from mcp_grpo.evaluation import Interval, Judged, best_of, change
+from mcp_grpo.learning import HealthNote
+
+
+# Metrics of an evaluation that say how tasks were attempted, and how to call them.
+ROWS = {
+    "stop/answered": "ended with an answer",
+    "stop/max_tokens": "cut by length",
+    "stop/max_turns": "cut by turns",
+    "tools/call_frequency": "calls per attempt",
+    "tools/valid_rate": "calls that could be made",
+    "entropy": "entropy",
+}
+TENTH = 10  # part of a run's steps that its start and its end are averaged over
+
+
+def learning_table(evaluations: Sequence[Judged], kept_step: int) -> Table:
+    """
+    Lay out the evaluations before training, at its best, and at its end, side by side.
+
+    Args:
+        evaluations (`Sequence[Judged]`):
+            Those of the run, at least one.
+        kept_step (`int`):
+            Step of the policy that was kept.
+
+    Returns:
+        `rich.table.Table`: Print it with `rich.print`.
+    """
+    first, last = evaluations[0], evaluations[-1]
+    columns = {id(each): each for each in (first, _kept(evaluations, kept_step), last)}
+    num_tasks = len(first.rewards)
+    table = Table(title=f"{num_tasks} tasks to judge by, {first.num_attempts / max(1, num_tasks):.3g} attempts each")
+    table.add_column("")
+    for each in columns.values():
+        name = "before" if each.step == 0 else f"step {each.step}"
+        table.add_column(f"{name}, kept" if each.step == kept_step else name, justify="right")
+    table.add_row("reward, with 95 % interval", *(str(each.reward) for each in columns.values()))
+    parts = [name for name in first.metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    labels = {name: f"  {name.removeprefix('rewards/').removesuffix('/mean')}" for name in parts} if parts[1:] else {}
+    for name, label in (labels | ROWS).items():
+        if any(name in each.metrics for each in columns.values()):
+            values = [each.metrics.get(name) for each in columns.values()]
+            table.add_row(label, *("" if value is None else f"{value:.3f}" for value in values))
+    return table
+
+
+def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
+    """
+    Say whether a policy has learnt, and whether that may be chance.
+
+    Args:
+        evaluations (`Sequence[Judged]`):
+            Those of the run.
+        kept_step (`int`):
+            Step of the policy that was kept.
+
+    Returns:
+        `str`: A sentence or two.
+    """
+    trained = [each for each in evaluations if each.step > 0]
+    if not trained or evaluations[0].step > 0:
+        return (
+            "What was learnt is not known: the policy was not evaluated both before and after. Set `eval_strategy` and "
+            "`eval_on_start`."
+        )
+    before, kept = evaluations[0], _kept(evaluations, kept_step)
+    gain = change(before, kept)
+    if gain is None:
+        return "What was learnt is not known: there are fewer than two tasks to judge by."
+    words = f"from before training to step {kept.step}, the reward changed by {_signed(gain)}"
+    if gain.low > 0:
+        sentence = f"It learnt: {words}."
+    elif gain.high < 0:
+        sentence = f"It got worse: {words}. The policy as it was before training is the better one."
+    else:
+        sentence = (
+            f"Nothing is shown: {words}, which may be chance. More steps, or more tasks to judge by, would tell."
+        )
+    if len(trained) > 2 and gain.low > 0:
+        sentence += f" Step {kept.step} was chosen among {len(trained)} evaluations by this figure, which flatters it a little."
+    last = trained[-1]
+    fall = change(best_of(trained), last)
+    if fall is not None and fall.high < 0:
+        sentence += f" It fell after step {best_of(trained).step}: by {_signed(fall)} until step {last.step}."
+    return sentence
+
+
+def training_sentence(log_history: Sequence[dict[str, Any]]) -> str:
+    """
+    Say how the reward of training moved, for a run that was not evaluated.
+
+    Args:
+        log_history (`Sequence[dict[str, Any]]`):
+            What the trainer logged: `trainer.state.log_history`.
+
+    Returns:
+        `str`: A sentence.
+    """
+    rewards = [entry["reward"] for entry in log_history if entry.get("reward") is not None]
+    if len(rewards) < 2:
+        return "The run was too short to say what it learnt."
+    part = max(1, len(rewards) // TENTH)
+    return (
+        f"Reward of training: {fmean(rewards[:part]):.3f} at the start, {fmean(rewards[-part:]):.3f} at the end (of {part} logged "
+        f"{'steps' if part > 1 else 'step'} each). Other tasks may be harder: set `eval_strategy` and tasks to judge by."
+    )
+
+
+def health_lines(notes: Sequence[HealthNote]) -> list[str]:
+    """
+    List what was said about the run's health.
+
+    Args:
+        notes (`Sequence[HealthNote]`):
+            The notes.
+
+    Returns:
+        `list[str]`: A line each, with its step; one line that says so if there are none.
+    """
+    if not notes:
+        return ["Health: nothing was found wrong."]
+    return [f"Health, step {note.step}: {note.sentence}" for note in notes]
+
+
+def _kept(evaluations: Sequence[Judged], step: int) -> Judged:
+    return next((each for each in reversed(evaluations) if each.step == step), evaluations[-1])
+
+
+def _signed(interval: Interval) -> str:
+    return f"{interval.mean:+.3f} (95 % interval {interval.low:+.3f} to {interval.high:+.3f})"

@@ -1,0 +1,49 @@
+"""Warnings in the terminal, whatever else is done with the log."""
+
+import logging
+import sys
+
+from tqdm.auto import tqdm
+
+
+class TerminalHandler(logging.Handler):
+    """
+    Writes warnings to the terminal, above the progress bars.
+
+    Python does that by itself only until somebody adds a handler, such as one that writes to a file: from then on nothing is
+    seen. Where a handler of the root writes to the terminal, it is left to that one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line, unless the root's handlers do, or the terminal hears of it anyway."""
+        if getattr(record, "is_said", False):
+            return
+        if any(_is_terminal(handler) and record.levelno >= handler.level for handler in logging.getLogger().handlers):
+            return
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except (OSError, ValueError):  # the terminal is gone
+            self.handleError(record)
+
+
+def speak_in_terminal(*names: str) -> None:
+    """
+    Let loggers write their warnings to the terminal. Doing it again changes nothing.
+
+    Args:
+        names (`str`):
+            Names of loggers.
+    """
+    for name in names:
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, TerminalHandler) for handler in logger.handlers):
+            logger.addHandler(TerminalHandler())
+
+
+def _is_terminal(handler: logging.Handler) -> bool:
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and handler.stream in streams
