@@ -13,7 +13,7 @@ FINE: dict[str, float] = {
     "align/score": 1.0,
     "align/logp_mae": 0.0,
     "ratio/p50": 1.0,
-    "mask/active_fraction": 0.8,
+    "mask/in_loss_fraction": 0.8,
     "frac_reward_zero_std": 0.5,
     "reward": 0.5,
     "tools/call_frequency": 1.0,
@@ -29,7 +29,7 @@ FINE: dict[str, float] = {
     [
         ({"ratio/p50": 1.03}, 1, ["1.030", "the template"]),
         ({"align/score": 0.98, "align/logp_mae": 0.25}, 1, ["98.0%", "0.250 nats", "cast_lm_head_to_fp32"]),
-        ({"mask/active_fraction": 0.4}, 3, ["40%", "schema_mask"]),
+        ({"mask/in_loss_fraction": 0.4}, 3, ["40%", "schema_mask"]),
         ({"frac_reward_zero_std": 1.0}, 3, ["same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["no tool was called", "first_call_retries"]),
         ({"tools/valid_rate": 0.18}, 3, ["less than half of the tool calls", "18%", "sft_warmup"]),
@@ -107,5 +107,5 @@ def test_a_step_that_rolls_nothing_out_neither_counts_nor_forgives(caplog: pytes
     for step in range(3):
         assert not caplog.records, step
         health.check(flat)
-        health.check({"mask/active_fraction": 0.8})  # the second pass over the same batch
+        health.check({"mask/in_loss_fraction": 0.8})  # the second pass over the same batch
     assert len(caplog.records) == 1
