@@ -40,12 +40,15 @@ from trl.trainer.utils import (
 __all__ = [
     "COMPLETIONS",
     "ROW_MEAN_LOSSES",
+    "TOKEN_MEAN_LOSSES",
     "FusedCausalLMOutput",
     "LossDenominator",
     "VLLMGeneration",
     "add_fused_lm_head",
     "add_lm_head_of",
     "add_response_schema",
+    "clip_limits",
+    "clipped_fraction",
     "disable_dropout_in_model",
     "engine_arguments",
     "get_training_chat_template",
@@ -59,6 +62,7 @@ __all__ = [
     "supports_tool_calling",
     "tables_as_text",
     "vllm_made_by",
+    "without_bonuses",
 ]
 
 # Index of the completions in what `GRPOTrainer._generate` returns.
@@ -66,6 +70,13 @@ COMPLETIONS = 3
 
 # Losses that divide by a number of rows, not of tokens: a row left out of the loss still counts in their denominator.
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
+
+# Losses that divide by the tokens of the whole update, whatever micro-batch they are in.
+TOKEN_MEAN_LOSSES = ("dapo", "cispo", "vespo")
+
+# Where TRL logs the share of tokens that a loss clips; the others clip none.
+_CLIPPED = dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "clip_ratio/region_mean")
+_CLIPPED |= {"cispo": "cispo_clip_ratio"}
 
 
 @contextmanager
@@ -266,6 +277,64 @@ def per_update(trainer: GRPOTrainer, count: torch.Tensor) -> torch.Tensor:
     return count
 
 
+def clip_limits(trainer: GRPOTrainer) -> tuple[float, ...]:
+    """
+    Ratios beyond which the loss of a trainer clips.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer.
+
+    Returns:
+        `tuple[float, ...]`: One for each side that it clips on.
+    """
+    self: Any = trainer
+    if self.loss_type == "cispo":
+        return (self.epsilon_high,)
+    return (1 - self.epsilon_low, 1 + self.epsilon_high) if self.loss_type in _CLIPPED else ()
+
+
+def clipped_fraction(trainer: GRPOTrainer) -> float:
+    """
+    Which share of the tokens in the loss the last pass has clipped, of all processes.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer.
+
+    Returns:
+        `float`: The share.
+    """
+    self: Any = trainer
+    key = _CLIPPED.get(self.loss_type)
+    return 0.0 if key is None else self._metrics["train" if self.model.training else "eval"][key][-1]
+
+
+def without_bonuses(trainer: GRPOTrainer, loss: torch.Tensor) -> torch.Tensor:
+    """
+    What TRL's loss has just come to, without its bonus for entropy and its term for the balance of experts.
+
+    Args:
+        trainer (`GRPOTrainer`):
+            The trainer.
+        loss (`torch.Tensor`):
+            The loss of one pass, without gradient.
+
+    Returns:
+        `torch.Tensor`: Policy and KL term. Its mean over processes is right; one of them may have that of all.
+    """
+    self: Any = trainer
+    metrics, accumulation = self._metrics["eval"], 1.0
+    if self.model.training:
+        metrics, accumulation = self._metrics["train"], self.current_gradient_accumulation_steps
+    if self._entropy_bonus_enabled:
+        scale = 1.0 if self.loss_type in TOKEN_MEAN_LOSSES else accumulation
+        return torch.full_like(loss, metrics["policy_loss"][-1] / scale)
+    if self.aux_loss_enabled:
+        return loss - self.router_aux_loss_coef * metrics["aux_loss"][-1] / accumulation
+    return loss
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDenominator:
     """
@@ -325,7 +394,7 @@ class LossDenominator:
             `torch.Tensor`: A scalar, to be added to the loss.
         """
         rows = (per_token * selected).sum(-1)
-        if self.loss_type in ("dapo", "cispo", "vespo"):
+        if self.loss_type in TOKEN_MEAN_LOSSES:
             return rows.sum() / self.num_items
         if self.loss_type in ("grpo", "sapo"):
             total = (rows / mask.sum(-1).clamp(min=1.0)).mean()

@@ -10,7 +10,7 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mcp_grpo._trl import LossDenominator, per_update
+from mcp_grpo._trl import LossDenominator, clip_limits, clipped_fraction, per_update, without_bonuses
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.learning import (
     MIN_SCALE,
@@ -28,9 +28,11 @@ from mcp_grpo.learning import (
     by_length,
     capped_reference,
     imitation_loss,
+    kl_of_active,
     kl_of_masked,
     minds_width,
     needs_bootstrap,
+    ratio_edges,
     ratio_quantiles,
     to_tokens,
     token_metrics,
@@ -113,7 +115,10 @@ class ObjectiveTrainer(GRPOTrainer):
             )
         self._kl_control = args.make_kl_control()
         self._token_figures = TokenFigures()  # of the update at hand
+        self._pass_figures: tuple[dict[str, float], dict[str, float]] = {}, {}
+        self._policy_loss: torch.Tensor | None = None  # of the update at hand, on this rank
         self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
+        self._ratio_edges = ratio_edges(*clip_limits(self), args.ratio_gate_min, args.ratio_gate_max)
         self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
         self._has_entropy_bonus = self._entropy_bonus_enabled
         self._health = Health(args.on_unhealthy, args.health_patience)
@@ -286,8 +291,8 @@ class ObjectiveTrainer(GRPOTrainer):
                 self.entropy_coef += self._bootstrap.entropy_coef * strength
             self._entropy_bonus_enabled = self._has_entropy_bonus or strength > 0
             loss = super()._compute_loss(model, inputs)
-            if self.model.training:
-                self._entropies.append(self._metrics["train"]["entropy"][-1])
+            if self._is_guarded:
+                self._end_pass(loss.detach(), inputs)
             if "masked" in inputs and self.beta and args.kl_on_forced and args.schema_mask_weight == 0:
                 denominator = LossDenominator.of(self, inputs)
                 kl = kl_of_masked(self._logps, inputs, denominator, is_corrected=args.use_bias_correction_kl)
@@ -302,7 +307,7 @@ class ObjectiveTrainer(GRPOTrainer):
             value_loss = self._critic.loss(inputs, self._recorder, num_turns, learn=is_training)
             loss = loss + args.value_loss_coef * value_loss
             if not is_training:
-                self._record({"value/loss": self.accelerator.reduce(value_loss.detach(), reduction="mean").item()})
+                self._record({"value/loss": self._mean_over_ranks(value_loss.detach())})
         if strength:
             imitation = imitation_loss(self._logps, inputs["imitated"], per_update(self, inputs["num_imitated"]))
             loss = loss + self._bootstrap.imitation_coef * strength * imitation
@@ -369,20 +374,41 @@ class ObjectiveTrainer(GRPOTrainer):
             sampled=((mask + inputs["masked"]) > 0) if "masked" in inputs else mask,
             gated=gated,
             is_on_policy=self._is_first_pass and not (self.model.training and self.args.rollout_ahead),
+            edges=self._ratio_edges,
         )
         total = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum").tolist()
         total = dict(zip(sums, total, strict=True))
         metrics, quantiles = token_metrics(total), ratio_quantiles(logps, sampling, mask, self.accelerator)
+        total["idle"] = total["gated"]
         if "kl/active" in metrics and (cap := self.args.kl_hard_cap) is not None:
             inputs["ref_per_token_logps"] = capped_reference(logps, cast(torch.Tensor, reference), cap)
             is_over = not metrics["kl/active"] <= cap
             self._record({"kl/hard_cap_hits": float(is_over)})
-            advantages = torch.zeros_like(advantages) if is_over else advantages
+            if is_over:
+                advantages, total["idle"] = torch.zeros_like(advantages), total["active"]
         inputs["advantages"] = advantages
+        self._pass_figures = total, quantiles
+
+    def _end_pass(self, loss: torch.Tensor, inputs: Batch) -> None:
+        """Note what TRL's loss came to in one pass, and what its tokens were like."""
+        policy_loss = without_bonuses(self, loss)
+        if self.beta:
+            correction = self.importance_sampling_level if self.args.use_bias_correction_kl else None
+            denominator = LossDenominator.of(self, inputs)
+            kl = kl_of_active(self._logps, inputs, denominator, correction=cast(Any, correction))
+            policy_loss = policy_loss - self.beta * kl
+        total, quantiles = self._pass_figures
+        # What is gated has an advantage of 0 and is never clipped as well.
+        total["idle"] += clipped_fraction(self) * total["active"]
         if self.model.training:
             self._token_figures.add(total, quantiles)
+            self._entropies.append(self._metrics["train"]["entropy"][-1])
+            self._policy_loss = policy_loss if self._policy_loss is None else self._policy_loss + policy_loss
         else:
-            self._record(metrics | quantiles)
+            self._record(token_metrics(total) | quantiles | {"loss/policy": self._mean_over_ranks(policy_loss)})
+
+    def _mean_over_ranks(self, value: torch.Tensor) -> float:
+        return self.accelerator.reduce(value, reduction="mean").item()
 
     # ---- The optimizer ----
 
@@ -419,6 +445,9 @@ class ObjectiveTrainer(GRPOTrainer):
             self._record(self._critic.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum")))
         of_tokens, self._token_figures = self._token_figures.metrics(), TokenFigures()
         self._record(of_tokens)
+        if self._policy_loss is not None:
+            self._record({"loss/policy": self._mean_over_ranks(self._policy_loss)})
+            self._policy_loss = None
         if self._kl_control is not None and "kl/active" in of_tokens:
             self._kl_control.update(of_tokens["kl/active"])
             self.beta = self._kl_control.beta

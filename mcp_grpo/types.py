@@ -359,8 +359,14 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """The text of the final message, or `None` if the policy did not come to one."""
-        return self.messages[-1]["content"] if self.stop_reason is StopReason.ANSWERED else None
+        """
+        The text of the final message; `None` if the policy did not end with one, or said nothing in it.
+
+        Where it is `None`, no reward that ships is paid: what was cut short would otherwise be worth as much as what came to
+        its end, and the policy would learn not to end.
+        """
+        text = self.messages[-1].get("content") if self.stop_reason is StopReason.ANSWERED else None
+        return text if text and text.strip() else None
 
     @property
     def is_failed(self) -> bool:

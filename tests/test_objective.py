@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo.errors import HealthError, SettingsError
+from mcp_grpo.learning import TokenFigures
 
 
 EVERYTHING: dict[str, Any] = {
@@ -99,13 +100,16 @@ def test_everything_at_once_trains_an_adapter_and_says_how_it_goes(tmp_path: Pat
     assert first["align/score"] == 1
     assert first["ratio/ess"] == pytest.approx(1, abs=1e-3)
     assert first["ratio/gated_fraction"] == 0
-    assert 0 < first["mask/active_fraction"] < 1
+    assert 0 < first["mask/in_loss_fraction"] < 1
     assert first["kl/all"] == pytest.approx(0, abs=1e-6)
     assert last["kl/all"] > 0
     assert last["ref/distance"] > 0
     assert last["ref/num_differing"] > 0
     assert first["value/loss"] > last["value/loss"] > 0
     assert {"kl/forced", "kl/active", "kl/beta", "value/mixing_weight", "value/ev_vs_group"} <= last.keys()
+    assert {"loss/policy", "loss/active_fraction", "ratio/mean", "ratio/std"} <= last.keys()
+    bins = [value for name, value in last.items() if name.startswith("ratio/histogram/")]
+    assert (len(bins), sum(bins)) == (11, pytest.approx(1))
     assert first["tools/by_name/add/calls"] >= 4
     assert first["tools/by_name/add/error_rate"] == 0
 
@@ -294,6 +298,76 @@ def test_with_all_tokens_gated_nothing_is_learnt(free_trainer: Spy) -> None:
     far = free_trainer.batches[0]["sampling_per_token_logps"] - 2
     found = gradients(free_trainer, sampling_per_token_logps=far, old_per_token_logps=far, advantages=torch.ones(8))
     assert all((gradient == 0).all() for gradient in found.values())
+
+
+def moved(trainer: Spy) -> dict[str, Any]:
+    """The first batch, as if the policy had moved since it was sampled: some tokens are clipped, some gated."""
+    chance, batch = torch.Generator().manual_seed(0), trainer.batches[0]
+    logps = batch["sampling_per_token_logps"]
+    old, reference = (logps + size * torch.randn(logps.shape, generator=chance) for size in (0.7, 0.3))
+    return {
+        **batch,
+        "sampling_per_token_logps": old,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "advantages": torch.randn(len(logps), generator=chance),
+    }
+
+
+def noted(trainer: Spy, batch: dict[str, Any]) -> dict[str, float]:
+    """The loss of two passes over a batch, and what is said of their update."""
+    trainer._policy_loss, trainer._token_figures = None, TokenFigures()
+    losses = [trainer._compute_loss(trainer.model.train(), batch).item() for _ in range(2)]
+    assert trainer._policy_loss is not None
+    return trainer._token_figures.metrics() | {"loss/policy": trainer._policy_loss.item(), "loss": sum(losses)}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_policy_loss_by_itself_is_trl_s_without_its_other_terms(
+    held_trainer: Spy, monkeypatch: pytest.MonkeyPatch, loss_type: str, level: str
+) -> None:
+    batch = moved(held_trainer)
+    monkeypatch.setattr(held_trainer, "loss_type", loss_type)
+    monkeypatch.setattr(held_trainer, "importance_sampling_level", level)
+    monkeypatch.setattr(held_trainer, "current_gradient_accumulation_steps", 2)
+    monkeypatch.setattr(held_trainer.args, "use_bias_correction_kl", True)
+    with_kl = noted(held_trainer, batch)
+    monkeypatch.setattr(held_trainer, "_has_entropy_bonus", True)
+    monkeypatch.setattr(held_trainer, "entropy_coef", 0.5)
+    with_all = noted(held_trainer, batch)
+    monkeypatch.setattr(held_trainer, "_has_entropy_bonus", False)
+    monkeypatch.setattr(held_trainer, "beta", 0.0)
+    alone = noted(held_trainer, batch)
+    assert alone["loss/policy"] == pytest.approx(alone["loss"])
+    assert len({round(found["loss"], 4) for found in (alone, with_kl, with_all)}) == 3
+    for found in (with_kl, with_all):
+        assert found["loss/policy"] == pytest.approx(alone["loss"], rel=1e-4, abs=1e-6)
+
+
+def test_what_is_learnt_from_is_what_is_neither_clipped_nor_gated(held_trainer: Spy) -> None:
+    batch = moved(held_trainer)
+    found = noted(held_trainer, batch)
+    ratios = (held_trainer._logps.detach() - batch["sampling_per_token_logps"]).exp()
+    advantages = batch["advantages"].unsqueeze(1)
+    is_clipped = ((ratios < 0.8) & (advantages < 0)) | ((ratios > 1.2) & (advantages > 0))
+    args = held_trainer.args
+    is_gated = (ratios < args.ratio_gate_min) | (ratios > args.ratio_gate_max)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert (is_clipped & ~is_gated & mask).any()
+    assert (is_gated & mask).any()
+    learnt = mask & ~is_clipped & ~is_gated
+    assert found["loss/active_fraction"] == pytest.approx((learnt.sum() / mask.sum()).item())
+    assert found["mask/in_loss_fraction"] == 1.0
+    assert found["ratio/histogram/0.8_to_0.95"] == pytest.approx(
+        ((ratios > 0.8) & (ratios <= 0.95) & mask).sum().item() / mask.sum().item()
+    )
+    assert found["kl/active"] == pytest.approx(found["kl/all"])  # nothing is masked
+
+
+def test_of_a_batch_over_the_cap_nothing_is_learnt_from(held_trainer: Spy) -> None:
+    far = held_trainer.batches[0]["ref_per_token_logps"] + 10
+    assert noted(held_trainer, {**moved(held_trainer), "ref_per_token_logps": far})["loss/active_fraction"] == 0.0
 
 
 def test_far_from_the_reference_there_is_only_the_way_back(held_trainer: Spy) -> None:

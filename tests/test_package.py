@@ -88,6 +88,8 @@ def test_trl_still_returns_what_is_read_by_position_and_name() -> None:
     assert 'output["sampling_per_token_logps"]' in score
     loss = inspect.getsource(GRPOTrainer._compute_loss)
     assert 'inputs.get("old_per_token_logps")' in loss
+    for name in ("policy_loss", "aux_loss", *_trl._CLIPPED.values()):
+        assert f'self._metrics[mode]["{name}"].append(' in loss
 
 
 def test_every_upload_of_the_trainer_is_one_that_is_made_clean() -> None:

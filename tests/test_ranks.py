@@ -76,6 +76,7 @@ def test_two_processes_train_one_policy_on_groups_that_span_them(trained: dict[s
         rewards = first["rewards"][step] + second["rewards"][step]
         assert len(rewards) == 8
         assert entry["reward"] == pytest.approx(sum(rewards) / 8)
+        assert entry["loss/policy"] == pytest.approx(entry["loss"], abs=1e-4)  # there is no other term
 
 
 @pytest.mark.usefixtures("trained")

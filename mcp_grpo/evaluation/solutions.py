@@ -40,7 +40,8 @@ def run_solutions(tasks: Sequence[Task], servers: Any, *, timeout: float = 120.0
 
     A solution is the column `solution` of a row: `{"steps": [{"calls": [{"name": ..., "arguments": ...}], "evidence": [...],
     "fails": false}], "final": "..."}`. Each step is a turn. Its `evidence` must be in what the tools say, so that who goes
-    on from there can know it; a step that `fails` must get an error.
+    on from there can know it; a step that `fails` must get an error. `final` is the message that ends it: without one, it was
+    cut short and solves nothing.
 
     Args:
         tasks (`Sequence[Task]`):
@@ -97,7 +98,7 @@ async def _run(task: Task, pool: ToolPool, timeout: float) -> Solution:
                 states = await lease.states()
     except (ToolServerError, TimeoutError) as error:
         attempt.problems.append(f"The servers failed: {error}")
-    return attempt.finish(script["final"], states)
+    return attempt.finish(script.get("final") or "", states)
 
 
 class _Attempt:
@@ -151,6 +152,10 @@ class _Attempt:
             stop_reason=StopReason.ANSWERED,
             states=states,
         )
+        if trajectory.answer is None:
+            self.problems.append(
+                "It does not come to an answer: `final` is empty. Let it be the message that the policy is to end with."
+            )
         if not self.problems and not is_done(trajectory):
             self.problems.append(f"What it comes to is not what the task wants: {final!r}, {dict(states)}")
         if self.task.max_turns is not None and trajectory.num_turns > self.task.max_turns:

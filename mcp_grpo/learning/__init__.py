@@ -6,7 +6,7 @@ from mcp_grpo.learning.bootstrap import Bootstrap, imitation_loss, needs_bootstr
 from mcp_grpo.learning.checks import check_failures, check_groups
 from mcp_grpo.learning.critic import MIN_SCALE, Critic, turn_columns
 from mcp_grpo.learning.diagnostics import Ratio, pace_metrics, reduced, tool_metrics, trajectory_metrics
-from mcp_grpo.learning.extras import kl_of_masked
+from mcp_grpo.learning.extras import kl_of_active, kl_of_masked
 from mcp_grpo.learning.gate import RatioGate
 from mcp_grpo.learning.grammar import GrammarRoles, SamplerRoles
 from mcp_grpo.learning.health import REACTIONS, Health, HealthNote
@@ -16,7 +16,7 @@ from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.refill import other_rows, refill
 from mcp_grpo.learning.schema_mask import MaskRule, SchemaMask
 from mcp_grpo.learning.syntax import SyntaxRoles
-from mcp_grpo.learning.token_metrics import TokenFigures, ratio_quantiles, token_metrics, token_sums
+from mcp_grpo.learning.token_metrics import TokenFigures, ratio_edges, ratio_quantiles, token_metrics, token_sums
 from mcp_grpo.learning.turn_rewards import TurnRewards
 from mcp_grpo.learning.value_head import (
     ValueRecorder,
@@ -56,12 +56,14 @@ __all__ = [
     "check_groups",
     "first_tokens",
     "imitation_loss",
+    "kl_of_active",
     "kl_of_masked",
     "load_value_head",
     "minds_width",
     "needs_bootstrap",
     "other_rows",
     "pace_metrics",
+    "ratio_edges",
     "ratio_quantiles",
     "reduced",
     "refill",

@@ -141,10 +141,10 @@ _SIGNS = (
     ),
     _Sign(
         name="active_fraction",
-        keys=("mask/active_fraction",),
-        shows=lambda m: m["mask/active_fraction"] < MIN_ACTIVE_FRACTION,
+        keys=("mask/in_loss_fraction",),
+        shows=lambda m: m["mask/in_loss_fraction"] < MIN_ACTIVE_FRACTION,
         sentence=lambda m: (
-            f"The policy loss sees only {m['mask/active_fraction']:.0%} of the sampled tokens; the schema mask leaves out the "
+            f"The policy loss sees only {m['mask/in_loss_fraction']:.0%} of the sampled tokens; the schema mask leaves out the "
             'rest. Raise `schema_mask_min_prob` or `min_unforced_fraction`, or set `schema_mask="off"`.'
         ),
     ),

@@ -1,6 +1,8 @@
 """Figures about the tokens of a loss that say whether the policy learns from what it sampled."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ ALIGNED_WITHIN = 0.1  # nats between the sampler's and the trainer's log-probabi
 MAX_DIFFERENCE = 20.0
 QUANTILES = (0.1, 0.5, 0.9)
 MAX_SAMPLES = 2**16  # of each rank, for `torch.quantile` takes 2**24 in all
+EDGES = (0.5, 0.95, 0.99, 1.01, 1.05, 2.0)  # of the histogram of ratios, beside the limits of clip and gate
 
 
 def token_sums(
@@ -24,6 +27,7 @@ def token_sums(
     sampled: torch.Tensor,
     gated: torch.Tensor,
     is_on_policy: bool,
+    edges: Sequence[float] = (),
 ) -> dict[str, torch.Tensor]:
     """
     Sums over the tokens of one rank, to be added to those of the others.
@@ -45,6 +49,8 @@ def token_sums(
             1 for the tokens whose ratio is too far off.
         is_on_policy (`bool`):
             Whether the policy is still the one that sampled, so that any difference is one between sampler and trainer.
+        edges (`Sequence[float]`, *optional*):
+            Ratios at which the bins of their histogram meet, in rising order. Without any, there is no histogram.
 
     Returns:
         `dict[str, torch.Tensor]`: Scalars for [`token_metrics`]; the keys do not depend on the tokens.
@@ -62,11 +68,17 @@ def token_sums(
         "gated": (gated * active).sum(),
         "ratios": (ratios * active).sum(),
         "ratios_squared": (ratios.square() * active).sum(),
+        "off_squared": (torch.expm1(difference).square() * active).sum(),  # around 1: near it, squares cancel out
         "ratios_positive": (ratios * positive).sum(),
         "positive": positive.sum(),
         "ratios_negative": (ratios * negative).sum(),
         "negative": negative.sum(),
     }
+    if edges:
+        # Not by `bincount`, which makes the device wait.
+        up_to = [((difference <= math.log(edge)) * active).sum() for edge in edges]
+        bounds = [torch.zeros_like(sums["active"]), *up_to, sums["active"]]
+        sums |= {name: high - low for name, (low, high) in zip(_bins(edges), pairwise(bounds), strict=True)}
     if is_on_policy:
         sums["compared"] = active.sum()
         sums["difference"] = (difference.abs() * active).sum()
@@ -78,20 +90,43 @@ def token_sums(
     return sums
 
 
+def ratio_edges(*limits: float) -> tuple[float, ...]:
+    """
+    Where the bins of a histogram of ratios meet: about evenly on a logarithmic scale, and at some limits.
+
+    Args:
+        limits (`float`):
+            Ratios that matter, such as those where a clip begins. What is not between 0 and infinity is left out.
+
+    Returns:
+        `tuple[float, ...]`: In rising order.
+    """
+    return tuple(sorted({*EDGES, *(limit for limit in limits if 0 < limit < math.inf)}))
+
+
+def _bins(edges: Sequence[float]) -> list[str]:
+    inner = [f"histogram/{low:g}_to_{high:g}" for low, high in pairwise(edges)]
+    return [f"histogram/below_{edges[0]:g}", *inner, f"histogram/above_{edges[-1]:g}"]
+
+
 def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """
     Figures from the sums of all ranks.
 
     Args:
         sums (`Mapping[str, float]`):
-            From [`token_sums`], added up.
+            From [`token_sums`], added up; and `idle`, how many tokens in the loss were clipped or gated, if that is known.
 
     Returns:
         `dict[str, float]`: Metric keys and their values:
 
-            - `mask/active_fraction`: share of the sampled tokens that the policy loss sees.
+            - `mask/in_loss_fraction`: share of the sampled tokens that the policy loss sees.
+            - `loss/active_fraction`: share of the sampled tokens that the policy loss sees, and that are neither clipped nor
+              gated.
             - `ratio/mean`, `ratio/mean_positive`, `ratio/mean_negative`: ratio of the policy to the one that sampled,
               over all tokens in the loss and over those with an advantage of either sign.
+            - `ratio/std`: its standard deviation, over all tokens in the loss.
+            - `ratio/histogram/...`: share of the tokens in the loss in each bin of it; they add up to 1.
             - `ratio/gated_fraction`: share of the tokens in the loss whose ratio was too far off to learn from.
             - `ratio/ess`: effective sample size, as a share of the tokens in the loss.
             - `align/logp_mae`, `align/score`: on-policy, the mean difference between sampler and trainer, and the share
@@ -100,7 +135,7 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
               the policy loss, those that it leaves out, and all that were sampled.
     """
     found = {
-        "mask/active_fraction": ("active", "sampled"),
+        "mask/in_loss_fraction": ("active", "sampled"),
         "ratio/mean": ("ratios", "active"),
         "ratio/mean_positive": ("ratios_positive", "positive"),
         "ratio/mean_negative": ("ratios_negative", "negative"),
@@ -115,6 +150,12 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
     if sums["ratios_squared"]:
         metrics["ratio/ess"] = sums["ratios"] ** 2 / (sums["active"] * sums["ratios_squared"])
+        off = sums["ratios"] / sums["active"] - 1
+        metrics["ratio/std"] = math.sqrt(max(0.0, sums["off_squared"] / sums["active"] - off**2))
+        bins = (name for name in sums if name.startswith("histogram/"))
+        metrics |= {f"ratio/{name}": sums[name] / sums["active"] for name in bins}
+    if "idle" in sums and sums["sampled"]:
+        metrics["loss/active_fraction"] = (sums["active"] - sums["idle"]) / sums["sampled"]
     if "kl_active" in sums and sums["sampled"] > sums["active"]:
         forced = sums["kl_sampled"] - sums["kl_active"]
         metrics["kl/forced"] = forced / (sums["sampled"] - sums["active"])

@@ -46,7 +46,8 @@ class Judge:
     A reward function that asks a model to rank the trajectories of each group against each other.
 
     One request per group, with the trajectories in a shuffled order. The best gets 1, the worst 0, the others lie between,
-    and equals get the same. What was ranked before is read from the disk. Where the model does not give a ranking, its
+    and equals get the same. Those that did not come to an answer ([`Trajectory.answer`]) are not shown to it: they are worst,
+    and get 0. What was ranked before is read from the disk. Where the model does not give a ranking, its
     group gets no reward (`None`), enters neither loss nor baseline, and is counted in `judge/failed_fraction`.
 
     A group must be in one process: with several, let `per_device_train_batch_size` be a multiple of `num_generations`.
@@ -172,12 +173,23 @@ class Judge:
         self._is_checked = True
 
     def _rewards(self, group: Sequence[Trajectory]) -> list[float | None]:
-        shown = [_transcript(attempt, self._max_characters) for attempt in group]
-        distinct = sorted(set(shown))  # the same attempt made twice is worth the same
         with self._lock:
             self.num_groups += 1
+        answered = [attempt for attempt in group if attempt.answer is not None]
+        if len(answered) == len(group):
+            return self._scores(group)
+        if not answered:
+            return [0.0] * len(group)
+        # Those without an answer share a place below all others.
+        scores = iter(self._scores(answered, num_below=1))
+        rewards = [next(scores) if attempt.answer is not None else 0.0 for attempt in group]
+        return [None] * len(group) if None in rewards else rewards
+
+    def _scores(self, group: Sequence[Trajectory], num_below: int = 0) -> list[float | None]:
+        shown = [_transcript(attempt, self._max_characters) for attempt in group]
+        distinct = sorted(set(shown))  # the same attempt made twice is worth the same
         if len(distinct) == 1:
-            return [0.5] * len(group)
+            return [1.0 if num_below else 0.5] * len(group)
         content = {
             "version": _VERSION,
             "model": self.model,
@@ -193,6 +205,8 @@ class Judge:
             with self._lock:
                 self.num_failed += 1
             return [None] * len(group)
+        num_others = len(distinct) - 1
+        scores = [1 - (1 - score) * num_others / (num_others + num_below) for score in scores]
         by_attempt = dict(zip(distinct, scores, strict=True))
         return [by_attempt[attempt] for attempt in shown]
 

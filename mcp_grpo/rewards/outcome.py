@@ -47,7 +47,8 @@ def fault_penalty(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     -0.1 for every call that could not be made (unreadable, of no tool there is, with invalid arguments), at most -0.3.
 
     The limit keeps it below an outcome of 1, so that no failed trajectory beats a solved one. A tool that answers with
-    an error costs nothing: whether that was a mistake, the outcome decides.
+    an error costs nothing: whether that was a mistake, the outcome decides. A trajectory that did not come to an answer
+    ([`Trajectory.answer`]) costs the limit: writing until there is no more room is no way around faults.
 
     Args:
         trajectory (`list[Trajectory]`):
@@ -59,4 +60,7 @@ def fault_penalty(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
         `list[float]`: One reward per trajectory.
     """
     faults = [sum(exchange.result.kind.is_policy_fault for exchange in attempt.exchanges) for attempt in trajectory]
-    return [-0.1 * min(count, 3) for count in faults]
+    return [
+        -0.1 * (3 if attempt.answer is None else min(count, 3))
+        for attempt, count in zip(trajectory, faults, strict=True)
+    ]

@@ -100,7 +100,8 @@ def call_penalty(*, fault: float = 0.1, tool_error: float = 0.0, cap: float = 0.
     Makes a penalty for calls that went wrong, given to the turns that made them.
 
     The cap keeps it below an outcome of 1, so that no failed trajectory beats a solved one. It never pays anything, so
-    that there is nothing to collect by making calls.
+    that there is nothing to collect by making calls. A trajectory that did not come to an answer ([`Trajectory.answer`])
+    costs the cap, and its last turn pays what is left of it: writing until there is no more room is no way around faults.
 
     Args:
         fault (`float`, *optional*, defaults to `0.1`):
@@ -126,6 +127,8 @@ def call_penalty(*, fault: float = 0.1, tool_error: float = 0.0, cap: float = 0.
             paid = min(left, cost(exchange.result.kind))
             turns[exchange.turn] -= paid
             left -= paid
+        if attempt.answer is None:
+            turns[-1] -= left
         return turns
 
     def call_penalty_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:

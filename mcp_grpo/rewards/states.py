@@ -17,7 +17,7 @@ def state_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
     1 if a trajectory has left behind what the task's column `expected_state` says, and nothing else; 0 otherwise.
 
-    The column maps names of servers to what their `state_tool` is to say; see [`matches_state`]. What it names at the top
+    One that did not come to an answer of its own, because it ran out of tokens or turns, has done nothing. The column maps names of servers to what their `state_tool` is to say; see [`matches_state`]. What it names at the top
     of a server's state must match; what it does not name there must be empty, so that one post too many costs all.
 
     Args:
@@ -64,7 +64,7 @@ def is_as_expected(trajectory: Trajectory) -> bool:
         `bool`: Whether it has.
     """
     expected = _expected(trajectory.task)
-    if not trajectory.is_learnt_from:
+    if trajectory.answer is None or not trajectory.is_learnt_from:
         return False
     for server, state in expected.items():
         if server not in trajectory.states:

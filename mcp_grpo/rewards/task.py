@@ -25,6 +25,7 @@ def task_outcome(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     A task with an `answer` wants that answer ([`answer_match`]), one with an `expected_state` wants that state
     ([`state_match`]), and one with both wants both. That there is no data is paid for only where a tool was asked
     and answered; and, if the task has a column `symbols`, asked about one of these symbols or a name in the question.
+    Nothing is paid to a trajectory that did not come to an answer of its own ([`Trajectory.answer`]).
 
     Args:
         trajectory (`list[Trajectory]`):

@@ -169,7 +169,7 @@ class _Attempt:
             parsed, ended = await self._generate(turn, schemas)
             if not ended:
                 return StopReason.MAX_TOKENS
-            if not parsed.calls and parsed.malformed is None:
+            if _calls_nothing(parsed):
                 return StopReason.ANSWERED
             exchanges = await self._call(parsed, lease, turn)
             self._exchanges += exchanges
@@ -213,7 +213,7 @@ class _Attempt:
         generation, parsed = await self._draw(derived_seed(self._seed, turn), schemas)
         # Without tools there is nothing to call, and without chance the same turn would come again.
         max_rejected = self._first_call_retries if turn == 0 and schemas and self._temperature > 0 else 0
-        while self._num_rejected < max_rejected and _is_answer(generation, parsed):
+        while self._num_rejected < max_rejected and self._has_ended(generation) and _calls_nothing(parsed):
             self._num_rejected += 1
             generation, parsed = await self._draw(derived_seed(self._seed, turn, self._num_rejected), schemas)
         self._progress.num_turns += 1
@@ -226,7 +226,11 @@ class _Attempt:
             )
         )
         self._messages.append(parsed.message)
-        return parsed, generation.finish_reason == "stop"
+        return parsed, self._has_ended(generation)
+
+    def _has_ended(self, generation: Generation) -> bool:
+        """Whether the policy ended its turn by itself: the token that does so is there."""
+        return generation.finish_reason == "stop" and generation.token_ids[-1] in self._renderer.end_of_turn_ids
 
     async def _draw(self, seed: int, schemas: Sequence[dict]) -> tuple[Generation, ParsedTurn]:
         sampling = Sampling(
@@ -309,9 +313,9 @@ class _Attempt:
         return int(min(self._budget(), self._context_room()))
 
 
-def _is_answer(generation: Generation, parsed: ParsedTurn) -> bool:
-    """Whether the policy ended its turn by itself and called no tool."""
-    return generation.finish_reason == "stop" and not parsed.calls and parsed.malformed is None
+def _calls_nothing(parsed: ParsedTurn) -> bool:
+    """Whether a turn neither calls a tool nor tries to."""
+    return not parsed.calls and parsed.malformed is None
 
 
 def derived_seed(*parts: int | str) -> int:

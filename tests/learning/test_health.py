@@ -11,7 +11,7 @@ FINE: dict[str, float] = {
     "align/score": 1.0,
     "align/logp_mae": 0.0,
     "ratio/p50": 1.0,
-    "mask/active_fraction": 0.8,
+    "mask/in_loss_fraction": 0.8,
     "frac_reward_zero_std": 0.5,
     "is_flat": 0.0,
     "reward": 0.5,
@@ -40,7 +40,7 @@ def notes_of(series: Series, reaction: str = "stop", patience: int = 3) -> list[
     [
         ({"ratio/p50": 1.03}, 1, ["1.030", "the template"]),
         ({"align/score": 0.98, "align/logp_mae": 0.25}, 1, ["98.0%", "0.250 nats", "cast_lm_head_to_fp32"]),
-        ({"mask/active_fraction": 0.4}, 3, ["40%", "schema_mask"]),
+        ({"mask/in_loss_fraction": 0.4}, 3, ["40%", "schema_mask"]),
         (FLAT, 3, ["In 3 batches in a row", "same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["No tool was called", "first_call_retries"]),
         ({"tools/valid_rate": 0.18}, 3, ["Less than half of the tool calls", "18%", "sft_warmup"]),
@@ -218,5 +218,5 @@ def test_a_step_that_rolls_nothing_out_neither_counts_nor_forgives() -> None:
     for step in range(3):
         assert not said, step
         said += health.check(FINE | FLAT)
-        said += health.check({"mask/active_fraction": 0.8})  # the second pass over the same batch
+        said += health.check({"mask/in_loss_fraction": 0.8})  # the second pass over the same batch
     assert len(said) == 1

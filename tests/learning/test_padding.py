@@ -234,7 +234,16 @@ def test_rows_of_like_length_share_a_pass() -> None:
     assert all(each["num_items_in_batch"] == 38 and each["nothing"] is None for each in found)
 
 
-OF_TOKENS = ("mask/active_fraction", "ratio/mean", "ratio/ess", "align/logp_mae", "align/score", "kl/active", "kl/all")
+OF_TOKENS = (
+    "mask/in_loss_fraction",
+    "ratio/mean",
+    "ratio/ess",
+    "align/logp_mae",
+    "align/score",
+    "kl/active",
+    "kl/all",
+)
+OF_TOKENS += ("ratio/std", "loss/active_fraction", "loss/policy")
 
 
 class Seen(TrainerCallback):

@@ -131,6 +131,18 @@ def test_nobody_is_asked_about_attempts_that_are_all_the_same_or_left_out(judge:
     assert endpoint.bodies == []
 
 
+def test_what_did_not_come_to_an_answer_is_below_all_others_and_is_not_shown(judge: Any, endpoint: Endpoint) -> None:
+    cut = [attempt("x", stop_reason=reason) for reason in (StopReason.MAX_TOKENS, StopReason.MAX_TURNS)]
+    assert judge()([cut[0], *group(3, 1, 2), cut[1]]) == pytest.approx([0.0, 1 / 3, 1.0, 2 / 3, 0.0])
+    assert [len(shown_attempts(body)) for body in endpoint.bodies] == [3]
+    assert judge()(group(3, 1, 2)) == [0.0, 1.0, 0.5]  # the same ranking, with nobody below
+    assert judge()([*group(2, 2), *cut]) == [1.0, 1.0, 0.0, 0.0]
+    assert judge()(cut) == [0.0, 0.0]
+    assert len(endpoint.bodies) == 1
+    endpoint.replies = ["no"]
+    assert judge(retries=0)([*group(5, 6), *cut]) == [None] * 4
+
+
 def test_the_order_is_shuffled_by_the_seed_and_does_not_change_the_scores(
     judge: Any, endpoint: Endpoint, tmp_path: Path
 ) -> None:

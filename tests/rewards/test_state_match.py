@@ -62,9 +62,10 @@ def test_every_named_server_counts() -> None:
     assert not is_as_expected(attempt(expected_state=expected, states={"a": {"n": 1}, "b": {"n": 3}}))
 
 
-def test_a_trajectory_that_ran_out_of_turns_is_judged_by_what_it_did() -> None:
+def test_a_trajectory_that_ran_out_of_turns_has_done_nothing() -> None:
     states = {"slack": {"added": [RIGHT]}}
-    assert is_as_expected(attempt(None, expected_state=EXPECTED, states=states))
+    assert is_as_expected(attempt("done", expected_state=EXPECTED, states=states))
+    assert not is_as_expected(attempt(None, expected_state=EXPECTED, states=states))
     assert not is_as_expected(attempt(None, expected_state=EXPECTED, stop_reason=StopReason.SERVER_FAILED))
 
 

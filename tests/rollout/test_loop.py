@@ -169,10 +169,10 @@ async def test_calls_of_one_turn_are_answered_in_order(pool: ToolPool) -> None:
     assert [message.get("content") for message in trajectory.messages[1:3]] == ["first", "2"]
 
 
-async def test_an_empty_completion_is_an_empty_answer(pool: ToolPool) -> None:
+async def test_an_empty_completion_ends_a_trajectory_and_is_no_answer(pool: ToolPool) -> None:
     trajectory = await play(pool, "<|im_end|>")
     assert trajectory.stop_reason is StopReason.ANSWERED
-    assert trajectory.answer == ""
+    assert trajectory.answer is None
     assert len(trajectory.completion_ids) == 1
 
 
@@ -357,6 +357,12 @@ async def test_a_lease_that_cannot_be_had_fails_the_trajectory_not_the_policy() 
     trajectory = await play(broken, ANSWER)
     assert trajectory.stop_reason is StopReason.SERVER_FAILED
     assert trajectory.error == "no session could be opened"
+
+
+async def test_a_turn_without_the_token_that_ends_it_is_no_answer_whatever_its_generator_says(pool: ToolPool) -> None:
+    trajectory = await play(pool, ANSWER.removesuffix("<|im_end|>"))
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.answer is None
 
 
 class _Wandering:

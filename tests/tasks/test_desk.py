@@ -150,6 +150,7 @@ class TestSolutionsThatProveNothing:
             self.changed(lookup, script={"steps": [{**steps[0], "evidence": ["nobody says this"]}, *steps[1:]]}),
             self.changed(lookup, script={"steps": [{"calls": [{"name": "getQuote", "arguments": {}}]}]}),
             self.changed(lookup, max_turns=1),
+            self.changed(report, script={"final": " "}),
             self.changed(report, script={"steps": report.metadata["solution"]["steps"][:-1]}),
             self.changed(
                 recovery, script={"steps": [{**one, "fails": False} for one in recovery.metadata["solution"]["steps"]]}
@@ -161,6 +162,7 @@ class TestSolutionsThatProveNothing:
         assert "do not say 'nobody says this'" in found[1].problems[0]
         assert "getQuote" in found[2].problems[0]
         assert "allows 1" in found[3].problems[0]
+        assert "does not come to an answer" in found[4].problems[0]
 
     def test_a_task_without_one_is_refused(self) -> None:
         with pytest.raises(TaskFormatError, match="has no `solution` to run"):
