@@ -192,8 +192,8 @@ class MCPGRPOConfig(GRPOConfig):
             0 leaves them; with `advantage_mode="group"` they teach nothing. Reward functions are called once more for it.
         on_unhealthy (`str`, *optional*, defaults to `"stop"`):
             With `servers`, what to do about signs that the run does not learn. `"stop"` ends it with a checkpoint and a
-            [`HealthError`] where it cannot learn any more (no calls and no spread in any group, ratios that are wrong before
-            the first update, a policy that has collapsed), and warns of all others. `"warn"` never ends it. `"strict"` ends
+            [`HealthError`] where it cannot learn any more (no calls, no spread in any group, ratios that are wrong before the first
+            update, a policy that has collapsed), and warns of all others. `"warn"` never ends it. `"strict"` ends
             it for every sign.
         health_patience (`int`, *optional*, defaults to `5`):
             Batches in a row in which a sign must show before it counts.

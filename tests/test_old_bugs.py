@@ -40,7 +40,7 @@ def spread(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
 def test_a_tool_loop_that_never_runs(tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parse: Callable[..., ParsedTurn] = Renderer.parse
     monkeypatch.setattr(Renderer, "parse", lambda *args: replace(parse(*args), calls=(), malformed=None))
-    with pytest.raises(HealthError, match="no tool was called"):
+    with pytest.raises(HealthError, match="No tool was called"):
         train(tmp_path, adding_model, max_steps=4, reward=spread)
 
 
