@@ -220,8 +220,9 @@ def gives_only(text: str, answers: Sequence[Any]) -> bool:
     if not 0 < len(text) <= MAX_ANSWER or _HEDGE.search(text):
         return False
     numbers = [spec for spec in specs if spec["type"] == "number"]
-    found = _figures(numbers_in(_plain(text)))
-    if numbers and not _is_covered([[_is_number(number, spec) for spec in numbers] for number in found], len(numbers)):
+    found = numbers_in(_plain(text))
+    found = _figures(found) if numbers else [number for number in found if not number.is_year]
+    if not _is_covered([[_is_number(number, spec) for spec in numbers] for number in found], len(numbers)):
         return False
     days = [date.fromisoformat(spec["value"]) for spec in specs if spec["type"] == "date"]
     if days and set(dates_in(_without_marks(text))) != set(days):

@@ -10,7 +10,7 @@ from mcp_grpo.rewards.answers import answer_spec, is_matched, question_of
 from mcp_grpo.rewards.rubric import Rubric
 from mcp_grpo.rewards.shape import call_penalty
 from mcp_grpo.rewards.states import COLUMN, is_as_expected
-from mcp_grpo.types import ResultKind, Task, Trajectory
+from mcp_grpo.types import ResultKind, Task, ToolCall, Trajectory
 
 
 SYMBOLS = "symbols"
@@ -23,9 +23,12 @@ def task_outcome(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     1 if a trajectory did what its task asked for, 0 otherwise.
 
     A task with an `answer` wants that answer ([`answer_match`]), one with an `expected_state` wants that state
-    ([`state_match`]), and one with both wants both. That there is no data is paid for only where a tool was asked
-    and answered; and, if the task has a column `symbols`, asked about one of these symbols or a name in the question.
-    Nothing is paid to a trajectory that did not come to an answer of its own ([`Trajectory.answer`]).
+    ([`state_match`]), and one with both wants both. Nothing is paid to a trajectory that did not come to an answer of its own
+    ([`Trajectory.answer`]).
+
+    That there is no data is paid for only where a tool was asked and answered. If the task has a column `symbols`, no answer
+    is paid that was guessed: the tools must have answered a call with each of them in its arguments; where there is only one
+    and the answer is not that there is none, or where there is none, a name in the question will do as well.
 
     Args:
         trajectory (`list[Trajectory]`):
@@ -62,27 +65,33 @@ def is_done(trajectory: Trajectory) -> bool:
         return True
     if not is_matched(trajectory):
         return False
-    return answer_spec(task.answer)["type"] != "refusal" or _has_looked(trajectory)
+    is_refusal = answer_spec(task.answer)["type"] == "refusal"
+    if task.metadata.get(SYMBOLS) is None:
+        return not is_refusal or bool(_answered(trajectory))
+    return _has_looked(trajectory, is_refusal=is_refusal)
 
 
-def _has_looked(trajectory: Trajectory) -> bool:
-    """Whether a tool was asked about what the task is about, and said something."""
-    answered = [
-        exchange.call
-        for exchange in trajectory.exchanges
-        if exchange.result.kind in (ResultKind.OK, ResultKind.TOOL_ERROR)
-    ]
-    topics = _topics(trajectory.task)
-    return bool(answered) and (topics is None or any(topics & _words(call.arguments) for call in answered))
+def _answered(trajectory: Trajectory) -> list[ToolCall]:
+    """Calls that a tool has said something to."""
+    kinds = (ResultKind.OK, ResultKind.TOOL_ERROR)
+    return [exchange.call for exchange in trajectory.exchanges if exchange.result.kind in kinds]
 
 
-def _topics(task: Task) -> set[str] | None:
-    """Symbols and first words of names that a look must be about; `None` if any will do."""
-    symbols = task.metadata.get(SYMBOLS)
-    if symbols is None:
-        return None
-    names = {re.sub(r"['’]s?$", "", match[1]) for match in _NAMED.finditer(question_of(task))}
-    return {str(topic).casefold() for topic in (*cast("Sequence[Any]", symbols), *names)} or None
+def _has_looked(trajectory: Trajectory, *, is_refusal: bool) -> bool:
+    """Whether tools were asked about what the task is about, and said something."""
+    calls = _answered(trajectory)
+    words = {word for call in calls for word in _words(call.arguments)}
+    symbols = {str(symbol).casefold() for symbol in cast("Sequence[Any]", trajectory.task.metadata[SYMBOLS])}
+    # Names stand for one listing only, and that it was found by its name says nothing about its data.
+    if len(symbols) > 1 or (symbols and is_refusal):
+        return symbols <= words
+    topics = symbols | _names(trajectory.task)
+    return bool(topics & words) if topics else bool(calls)
+
+
+def _names(task: Task) -> set[str]:
+    """First words of the names in a question."""
+    return {re.sub(r"['’]s?$", "", match[1]).casefold() for match in _NAMED.finditer(question_of(task))}
 
 
 def _words(arguments: Mapping[str, Any]) -> set[str]:

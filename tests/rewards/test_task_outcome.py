@@ -1,4 +1,4 @@
-"""A task is done where its answer and its state are right, and a refusal only after a look at what was asked about."""
+"""A task is done where its answer and its state are right, and were not guessed: tools were asked what it is about."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,9 +42,7 @@ def looked(
         {"symbol": "OSTM.L"},
         {"symbols": ["VLTA", "OSTM.L"]},
         {"symbol": "ostm.l"},
-        {"query": "Ostermark"},
-        {"query": "ostermark aviation revenue"},
-        {"filters": [{"name": "Ostermark Aviation Corp."}]},
+        {"filters": [{"symbol": "OSTM.L", "name": "Ostermark Aviation Corp."}]},
     ],
 )
 def test_a_refusal_is_paid_after_a_look_at_what_was_asked_about(arguments: dict[str, Any], kind: ResultKind) -> None:
@@ -63,6 +61,8 @@ def test_a_refusal_is_paid_after_a_look_at_what_was_asked_about(arguments: dict[
         {"query": "What"},
         {"query": "If"},
         {"query": "Ostermarkt"},
+        {"query": "Ostermark"},  # that there is such a company says nothing about its data
+        {"query": "ostermark aviation revenue"},
     ],
 )
 def test_a_refusal_is_not_paid_after_a_look_elsewhere(arguments: dict[str, Any] | None) -> None:
@@ -96,6 +96,39 @@ def test_of_a_task_that_does_not_say_what_it_is_about_any_look_counts() -> None:
     assert is_done(looked({"query": "anything"}, symbols=[], question="how much was it?"))
     assert not is_done(looked(None))
     assert not is_done(looked(None, symbols=[], question="how much was it?"))
+
+
+def guessed(*arguments: Mapping[str, Any], question: str = QUESTION, **metadata: Any) -> Trajectory:
+    """A right answer, after some calls that each got an answer."""
+    made = looked({}, message="Answer: 3", question=question, **metadata)
+    exchanges = [replace(made.exchanges[0], call=ToolCall(name="look", arguments=one)) for one in arguments]
+    return replace(made, task=replace(made.task, answer=3), exchanges=tuple(exchanges))
+
+
+def test_a_right_guess_is_not_paid() -> None:
+    assert not is_done(guessed(symbols=["OSTM.L"]))
+    assert not is_done(guessed({"symbol": "VLTA"}, symbols=["OSTM.L"]))
+    assert is_done(guessed({"symbol": "OSTM.L"}, symbols=["OSTM.L"]))
+    assert is_done(guessed({"query": "ostermark revenue"}, symbols=["OSTM.L"]))  # a page may have said it
+    assert is_done(guessed())  # of what it is about nothing is known
+
+
+def test_of_several_companies_each_must_have_been_looked_at() -> None:
+    question, symbols = "Which is larger: Ostermark Aviation, Volta Grid or Umber Foods?", ["OSTM.L", "VLTA", "UMB"]
+    looks = [{"symbol": symbol} for symbol in symbols]
+    names = [{"query": name} for name in ("Ostermark", "Volta", "Umber")]
+    assert is_done(guessed(*looks, symbols=symbols, question=question))
+    assert is_done(guessed({"symbols": "OSTM.L,VLTA,UMB"}, symbols=symbols, question=question))
+    assert not is_done(guessed(*names, symbols=symbols, question=question))
+    for left_out in range(3):
+        some = [*looks[:left_out], *looks[left_out + 1 :]]
+        assert not is_done(guessed(*names, *some, symbols=symbols, question=question))
+
+
+def test_a_look_that_got_no_answer_is_none_for_any_answer() -> None:
+    made = guessed({"symbol": "OSTM.L"}, symbols=["OSTM.L"])
+    failed = replace(made.exchanges[0], result=ToolResult(text="", kind=ResultKind.INVALID_ARGUMENTS))
+    assert not is_done(replace(made, exchanges=(failed,)))
 
 
 @pytest.mark.parametrize(

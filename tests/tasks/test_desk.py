@@ -18,7 +18,7 @@ from helpers.gallery import BEGIN, END, README, gallery, solutions
 
 from mcp_grpo.errors import SettingsError, TaskFormatError
 from mcp_grpo.evaluation import Solution, run_solutions
-from mcp_grpo.rewards import desk_reward, efficiency, is_done, task_outcome
+from mcp_grpo.rewards import desk_reward, efficiency, is_done, is_matched, task_outcome
 from mcp_grpo.rewards.answers import matches_answer
 from mcp_grpo.servers import desk_servers
 from mcp_grpo.servers.world.days import trading_days
@@ -188,14 +188,80 @@ def guesses(task: Task) -> list[str]:
     return ["no data available", "0", "100 USD", "1000000000 USD", "2024-06-28"]
 
 
-def test_a_policy_that_asks_no_tool_is_paid_next_to_nothing(datasets: dict[str, Any]) -> None:
+def test_a_policy_that_asks_no_tool_is_paid_nothing_though_some_of_its_guesses_are_right(
+    datasets: dict[str, Any],
+) -> None:
     shares: list[float] = []
     for task in (task for rows in datasets.values() for task in tasks_from_rows(rows)):
-        options = guesses(task)
-        shares.append(sum(is_done(attempt(task, f"Answer: {one}")) for one in options) / len(options))
-    assert sum(shares) / len(shares) < 0.03
+        attempts = [attempt(task, f"Answer: {one}") for one in guesses(task)]
+        assert not any(map(is_done, attempts))
+        is_asked = task.answer not in (None, {"type": "refusal"})
+        shares.append(is_asked and sum(map(is_matched, attempts)) / len(attempts))
+    assert 0 < sum(shares) / len(shares) < 0.03
     assert max(shares) == 1.0  # of some days, the calendar knows how many there are
     assert sum(0 < share < 1 for share in shares) > 30
+
+
+def degenerate(solution: Solution) -> Iterator[tuple[str, Trajectory]]:
+    """What a policy may do that has not understood its task, or does not want to."""
+    whole = solution.trajectory
+    task, question = whole.task, whole.task.prompt[-1]["content"]
+    results = [message["content"] for message in whole.messages if message["role"] == "tool"]
+    untouched = {
+        server: {key: type(value)() for key, value in state.items()} for server, state in whole.states.items()
+    }
+    idle = replace(whole, exchanges=(), states=untouched)
+    first_look = replace(whole, exchanges=whole.exchanges[:1], states=untouched)
+
+    def saying(made: Trajectory, text: str) -> Trajectory:
+        return replace(made, messages=(*made.messages[:-1], {"role": "assistant", "content": text}))
+
+    yield "does nothing", saying(idle, "Done.")
+    yield "says nothing", saying(whole, "")
+    yield "knows it all", idle
+    yield "parrots", saying(idle, f"Answer: {question}")
+    yield "is cut by tokens", replace(whole, stop_reason=StopReason.MAX_TOKENS)
+    yield "is cut by turns", replace(whole, stop_reason=StopReason.MAX_TURNS)
+    if task.answer is None:
+        yield "only looks", replace(whole, states=untouched)
+        yield (
+            "does one thing too many",
+            replace(
+                whole,
+                states={
+                    server: {
+                        key: [*value, *value] if isinstance(value, list) else value for key, value in state.items()
+                    }
+                    for server, state in whole.states.items()
+                },
+            ),
+        )
+        return
+    right = task.metadata["solution"]["final"].rsplit("Answer: ", 1)[-1]
+    yield "hedges", saying(whole, f"Answer: {right} or 17")
+    yield "doubts", saying(whole, f"Answer: maybe {right}")
+    yield "takes it back", saying(whole, f"Answer: {right}\nAnswer: 17")
+    yield "lists what the question names", saying(whole, "Answer: " + ", ".join(re.findall(r"[A-Z]\w+|\d+", question)))
+    if len(task.metadata["symbols"]) > 1:
+        yield "looks once and guesses", replace(first_look, messages=whole.messages)
+    if task.answer["type"] == "refusal":
+        if task.metadata["symbols"]:
+            yield "finds the name and gives up", replace(first_look, messages=whole.messages)
+        return
+    yield "always gives up", saying(whole, "Answer: no data available")
+    if task.metadata["family"] != "code":  # where what the program prints is the answer
+        yield "quotes", saying(whole, f"Answer: {results[-1]}")
+        yield "lists all figures", saying(whole, "Answer: " + ", ".join(re.findall(r"\d+(?:\.\d+)?", results[-1])))
+
+
+def test_what_has_not_done_its_task_is_paid_nothing(solved: list[Solution]) -> None:
+    tried = Counter[str]()
+    for solution in solved:
+        for name, made in degenerate(solution):
+            assert not is_done(made), (name, made.task.task_id, made.answer)
+            tried[name] += 1
+    assert len(tried) == 17
+    assert min(tried.values()) >= 2
 
 
 def test_nothing_in_a_question_tells_whether_it_has_an_answer(datasets: dict[str, Any]) -> None:
