@@ -50,9 +50,8 @@ def start_hints(config: ServerConfig, stderr: str) -> list[str]:
     """
     hints = [*_variable_hints(config, stderr)]
     for arg in config.args:
-        is_script = arg.endswith(_SCRIPTS) or arg.startswith(
-            ("./", "../")
-        )  # not `@scope/package@1.0`, nor `module.name`
+        # Not `@scope/package@1.0`, nor `module.name`; and only what the server complains of.
+        is_script = arg.endswith(_SCRIPTS) or arg.startswith(("./", "../"))
         if is_script and "://" not in arg and os.path.basename(arg) in stderr:
             hint = missing_file_hint(config, arg)
             hints += [hint] if hint else []
@@ -78,19 +77,16 @@ def missing_file_hint(config: ServerConfig, path: str) -> str | None:
         return None
     which = "the working directory of this process" if config.cwd is None else "the `cwd` of its entry"
     hint = f"{path!r} was looked for in {str(searched)!r}, {which}, and is not there."
-    if config.folder is not None and (Path(config.folder) / path).exists():
+    home = None if config.folder is None else Path(config.folder).resolve()
+    if home is not None and (home / path).exists():
         return (
             f'{hint} It is beside the configuration file: write `"cwd": "."` into the entry, which stands for the '
-            f"folder of the file ({config.folder!r})."
+            f"folder of the file ({str(home)!r})."
         )
-    if (Path.cwd() / path).exists():
-        return (
-            f"{hint} It is in the working directory of this process: give its full path, {str(Path.cwd() / path)!r}."
-        )
-    relative = (
-        "" if config.folder is None else f"; a relative one starts at {config.folder!r}, where the file is read from"
-    )
-    return f"{hint} Give its full path, or its folder as `cwd`{relative}."
+    if (here := Path.cwd() / path).exists():
+        return f"{hint} It is in the working directory of this process: give its full path, {str(here)!r}."
+    start = "" if home is None else f" (a relative one starts at {str(home)!r}, where the configuration file is)"
+    return f"{hint} Give its full path, or its folder as `cwd`{start}."
 
 
 def _variable_hints(config: ServerConfig, stderr: str) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Expander:
             raise UnsetVariableError("\n".join(self._sentence(name, where) for name, where in self._unset.items()))
 
     def _sentence(self, name: str, where: str) -> str:
-        file = (self._folder or Path.cwd()) / FILE_NAME
+        file = (self._folder or Path.cwd()).resolve() / FILE_NAME
         default = "" if is_secret_name(name) else f", or give a default: `${{{name}:-default}}`"
         return (
             f"`{where}` of server {self._server!r} asks for the environment variable {name!r}, which is not set. "

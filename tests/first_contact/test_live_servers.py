@@ -231,33 +231,36 @@ class TestNetwork:
         assert "seems to need" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("servers")
+    (folder / "call.py").write_text(CALL)
+    (folder / "shop.py").write_text(SHOP)
+    (folder / "other.py").write_text('raise SystemExit("Error: OTHER_KEY is not set")\n')
+    (folder / "old.py").write_text("from mcp.server.fastmcp import FastMCP\n\nFastMCP('old').run()\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shell_elsewhere(folder: Path) -> Shell:
+    (folder / "elsewhere").mkdir()
+    return Shell(folder / "elsewhere", home=folder)
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path, shell_elsewhere: Shell) -> Said:
+    path = write_servers(
+        folder,
+        keyed={"command": "python", "args": [str(folder / "shop.py")]},
+        other={"command": "python", "args": [str(folder / "other.py")]},
+        old={"command": "python", "args": [str(folder / "old.py")]},
+        lost={"command": "python", "args": ["shop.py"]},
+    )
+    return shell_elsewhere.run("mcp-grpo", "desk", "--compare", path, SHOP_KEY="shop-secret-1234")
+
+
 class TestServersThatDoNotStart:
     """One run, in which each server has a cause of its own; and one after the lines that it gives were added."""
-
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("servers")
-        (folder / "call.py").write_text(CALL)
-        (folder / "shop.py").write_text(SHOP)
-        (folder / "other.py").write_text('raise SystemExit("Error: OTHER_KEY is not set")\n')
-        (folder / "old.py").write_text("from mcp.server.fastmcp import FastMCP\n\nFastMCP('old').run()\n")
-        return folder
-
-    @pytest.fixture(scope="class")
-    def shell_elsewhere(self, folder: Path) -> Shell:
-        (folder / "elsewhere").mkdir()
-        return Shell(folder / "elsewhere", home=folder)
-
-    @pytest.fixture(scope="class")
-    def said(self, folder: Path, shell_elsewhere: Shell) -> Said:
-        path = write_servers(
-            folder,
-            keyed={"command": "python", "args": [str(folder / "shop.py")]},
-            other={"command": "python", "args": [str(folder / "other.py")]},
-            old={"command": "python", "args": [str(folder / "old.py")]},
-            lost={"command": "python", "args": ["shop.py"]},
-        )
-        return shell_elsewhere.run("mcp-grpo", "desk", "--compare", path, SHOP_KEY="shop-secret-1234")
 
     def test_all_are_told_at_once_without_secrets(self, said: Said) -> None:
         assert said.status == 1
