@@ -118,8 +118,11 @@ def variables_for(folder: Path | None) -> dict[str, str]:
 
 
 def _files_here_and_above() -> Iterator[Path]:
-    here = Path.cwd()
-    owners = {os.getuid(), here.stat().st_uid}
+    try:
+        here = Path.cwd()
+        owners = {os.getuid(), here.stat().st_uid}
+    except OSError:  # it was removed
+        return
     for place in (here, *here.parents):
         file = place / FILE_NAME
         try:
