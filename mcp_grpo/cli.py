@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mcp_grpo.errors import MCPGRPOError
+from mcp_grpo.errors import MCPGRPOError, ServerConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     desk = commands.add_parser("desk", help="print the desk's servers as an mcpServers file")
     desk.add_argument("--world", type=int, default=0, help="which invented world (default: %(default)s)")
-    desk.add_argument("--finance", choices=("fmp", "polygon"), help="live data, with a key from the environment")
-    desk.add_argument("--search", choices=("tavily",), help="live search, with a key from the environment")
-    desk.add_argument("--slack", choices=("live",), help="a real workspace, with a token from the environment")
+    desk.add_argument(
+        "--finance", choices=("fmp", "polygon"), help="live data, with its key from the environment or `.env`"
+    )
+    desk.add_argument("--search", choices=("tavily",), help="live search, with its key from the environment or `.env`")
+    desk.add_argument(
+        "--slack", choices=("live",), help="a real workspace, with its token from the environment or `.env`"
+    )
     desk.add_argument("--compare", metavar="FILE", help="instead, say how the tools of this mcpServers file differ")
     desk.set_defaults(run=_desk)
     tasks = commands.add_parser("tasks", help="make, check, import and look at tasks").add_subparsers(
@@ -88,8 +92,21 @@ def _desk(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
         return _compare(arguments)
     backends = {name: getattr(arguments, name) for name in ("finance", "search", "slack") if getattr(arguments, name)}
-    sys.stdout.write(json.dumps(desk_servers(seed=arguments.world, backends=backends), indent=2) + "\n")
+    servers = desk_servers(seed=arguments.world, backends=backends)
+    sys.stdout.write(json.dumps(servers, indent=2) + "\n")
+    if backends:
+        _note_missing_keys(servers)
     return 0
+
+
+def _note_missing_keys(servers: dict[str, Any]) -> None:
+    """Say on stderr which keys are not here; the file is good all the same, perhaps for another machine."""
+    from mcp_grpo.tools import load_servers
+
+    try:
+        load_servers(servers)
+    except ServerConfigError as error:
+        _console(stderr=True).print(Text.assemble(("note:", "bold yellow"), f" {error}"), soft_wrap=True)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mcp_grpo.errors import SettingsError
+
 
 def desk_servers(*, seed: int = 0, backends: Mapping[str, str] | None = None, pool_size: int = 1) -> dict[str, Any]:
     """
@@ -17,7 +19,8 @@ def desk_servers(*, seed: int = 0, backends: Mapping[str, str] | None = None, po
             Which invented world it is. Tasks must come from the same one.
         backends (`Mapping[str, str]`, *optional*):
             Another source for a server: `{"finance": "fmp"}` or `"polygon"`, `{"search": "tavily"}`, `{"slack": "live"}`.
-            Each reads its key from the environment and says so if there is none.
+            Each reads its key from the environment or a file `.env`, of which only the name is written here:
+            `"env": {"FMP_API_KEY": "${FMP_API_KEY}"}`. Proxies and certificates of the environment are passed on.
         pool_size (`int`, *optional*, defaults to `1`):
             Processes of each server.
 
@@ -30,22 +33,35 @@ def desk_servers(*, seed: int = 0, backends: Mapping[str, str] | None = None, po
     MCPGRPOTrainer(..., servers=desk_servers())
     ```
     """
-    from mcp_grpo.servers.python.states import calls_at_once  # the servers themselves need not load it
+    # The servers themselves need not load these.
+    from mcp_grpo.servers.environment import LIVE_SOURCES, server_environment
+    from mcp_grpo.servers.python.states import calls_at_once
 
     world = ["--seed", str(seed)]
     options: dict[str, dict[str, Any]] = {
         "finance": {},
         "search": {},
-        # The others wait in the pool, where that is not counted as time of their own.
-        "python": {"isolation": "meta", "reset_tool": "python_reset", "max_inflight": calls_at_once()},
+        "python": {
+            "isolation": "meta",
+            "reset_tool": "python_reset",
+            "max_inflight": calls_at_once(),  # the others wait in the pool, where that is not counted as their time
+            "argument_aliases": {"python_code": "code"},
+        },
         "slack": {"isolation": "meta", "reset_tool": "slack_reset", "state_tool": "slack_state"},
     }
     chosen = dict(backends or {})
-    if unknown := sorted(chosen.keys() - (options.keys() - {"python"})):
-        raise ValueError(
+    if unknown := sorted(chosen.keys() - LIVE_SOURCES.keys()):
+        raise SettingsError(
             f"`backends` names {', '.join(map(repr, unknown))}, which is no server with another source. Those are "
             "'finance', 'search' and 'slack'."
         )
+    for name, source in chosen.items():
+        if source not in LIVE_SOURCES[name]:
+            known = " or ".join(map(repr, LIVE_SOURCES[name]))
+            raise SettingsError(
+                f"`backends` asks for {source!r} as the source of {name!r}, which can be {known}. Leave it out for the one "
+                "that needs no key."
+            )
     servers: dict[str, Any] = {}
     for name, extra in options.items():
         arguments = ["-m", f"mcp_grpo.servers.{name}"]
@@ -53,9 +69,11 @@ def desk_servers(*, seed: int = 0, backends: Mapping[str, str] | None = None, po
             arguments += ["--backend", chosen[name]]
         elif name != "python":
             arguments += world
+        environment = server_environment(name, chosen.get(name))
         servers[name] = {
             "command": sys.executable,
             "args": arguments,
+            **({"env": environment} if environment else {}),
             "x-mcp-grpo": {"pool_size": pool_size, "max_inflight": 64, **extra},
         }
     return {"mcpServers": servers}

@@ -187,7 +187,13 @@ class VendorClient:
             url = httpx2.URL(base_url.rstrip("/") + "/")
         except httpx2.InvalidURL as error:
             raise SettingsError(f"The address of {vendor} is not one: {base_url!r} ({error}).") from None
-        self._http = httpx2.AsyncClient(base_url=url, headers=dict(headers), timeout=timeout)
+        try:
+            self._http = httpx2.AsyncClient(base_url=url, headers=dict(headers), timeout=timeout)
+        except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
+            raise SettingsError(
+                f"The proxies or certificates of the environment cannot be used ({type(error).__name__}: {error}). Check "
+                "HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, in small letters, too, and SSL_CERT_FILE and SSL_CERT_DIR."
+            ) from None
 
     async def get(self, path: str, params: Mapping[str, Any]) -> Any:
         """

@@ -123,6 +123,8 @@ class ServerConfig:
     protocol: Protocol = "auto"
     secrets: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that the file asked for, and their values; hidden like those of `env`."""
+    folder: str | None = None
+    """Folder of the file that it was read from."""
 
     def __post_init__(self) -> None:
         if not self.name:

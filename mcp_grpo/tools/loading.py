@@ -12,7 +12,7 @@ from mcp.server.mcpserver import MCPServer
 
 from mcp_grpo.errors import ServerConfigError
 from mcp_grpo.tools.config import OPTIONS, ServerConfig, TransportKind, is_text_map, is_texts, resolved_cwd
-from mcp_grpo.tools.variables import Expander, read_variables, variables_for
+from mcp_grpo.tools.variables import Expander, UnsetVariableError, read_variables, variables_for
 
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,12 @@ def load_servers(servers: Servers) -> tuple[ServerConfig, ...]:
             Path to a JSON file, or its content: `{"mcpServers": {name: entry}}`, VS Code's `{"servers": {...}}`, or a
             bare map from name to entry. An entry has `command`, `args`, `env` and `cwd`, or `url` and `headers`, and
             optionally `type` (or `transport`); it may also be an `MCPServer` object, to be run in this process.
-            `${VAR}`, `${VAR:-default}` and `${env:VAR}` are expanded in these fields, from the environment and from a file
-            `.env` beside the JSON file. `envFile` names a file of more variables for a stdio server; those in `env` come
-            first. Our own options are under the key `"x-mcp-grpo"`; other unknown keys are left to the clients they are
-            meant for. An entry with `"disabled": true` is skipped. Configurations that are already read pass through.
+            `${VAR}`, `${VAR:-default}` and `${env:VAR}` are expanded in these fields, from the environment, then from files
+            `.env` beside the JSON file, in the working directory and in the folders above that. A variable in `env` that
+            is `${VAR:-}` is left out where `VAR` is not set. `envFile` names a file of more variables for a stdio server;
+            those in `env` come first. Our own options are under the key `"x-mcp-grpo"`; other unknown keys are left to the
+            clients they are meant for. An entry with `"disabled": true` is skipped. Configurations that are already read
+            pass through.
 
     Returns:
         `tuple[ServerConfig, ...]`: One configuration per server, in the order of the file.
@@ -128,8 +130,18 @@ def _entries(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _read_entries(entries: Mapping[str, Any], folder: Path | None) -> tuple[ServerConfig, ...]:
     variables = variables_for(folder)
-    read = (_read_entry(name, entry, variables, folder) for name, entry in entries.items())
-    return tuple(config for config in read if config is not None)
+    configs: list[ServerConfig] = []
+    unset: list[str] = []  # of all servers: one would not like to be told of one key after another
+    for name, entry in entries.items():
+        try:
+            config = _read_entry(name, entry, variables, folder)
+        except UnsetVariableError as error:
+            unset.append(str(error))
+        else:
+            configs += [] if config is None else [config]
+    if unset:
+        raise UnsetVariableError("\n".join(unset))
+    return tuple(configs)
 
 
 def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Path | None) -> ServerConfig | None:
@@ -156,15 +168,18 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
     if transport == "in_process":
         return ServerConfig(name=name, transport=transport, server=fields["server"], **options)
     expand = Expander(name, variables, folder)
-    if transport == "http":
-        return ServerConfig(
-            name=name,
-            transport=transport,
-            url=expand(_text(name, fields, "url"), "url"),
-            headers=_texts(name, fields, "headers", expand),
-            secrets=expand.values,
-            **options,
-        )
+    read = _read_address(name, fields, expand) if transport == "http" else _read_command(name, fields, expand, folder)
+    return ServerConfig(name=name, transport=transport, secrets=expand.values, **read, **options)
+
+
+def _read_address(name: str, fields: Mapping[str, Any], expand: Expander) -> dict[str, Any]:
+    url = expand(_text(name, fields, "url"), "url")
+    headers = {key: expand(value, "headers") for key, value in _texts(name, fields, "headers").items()}
+    expand.check()
+    return {"url": url, "headers": headers}
+
+
+def _read_command(name: str, fields: Mapping[str, Any], expand: Expander, folder: Path | None) -> dict[str, Any]:
     args: Any = fields.get("args", [])
     if not is_texts(args):
         # Only what is wrong is shown: the rest may hold secrets.
@@ -173,24 +188,18 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
         )
         got = f"a {type(cast(object, args)).__name__}" if wrong is None else f"{wrong} in it"
         raise ServerConfigError(f"`args` of server {name!r} must be a list of strings, got {got}. Quote numbers.")
-    cwd = expand(_text(name, fields, "cwd"), "cwd") if fields.get("cwd") is not None else None
-    return ServerConfig(
-        name=name,
-        transport=transport,
-        command=expand(_text(name, fields, "command"), "command"),
-        args=tuple(expand(arg, "args") for arg in args),
-        env=_env_file(name, fields, expand, folder) | _texts(name, fields, "env", expand),
-        cwd=resolved_cwd(cwd, folder),
-        secrets=expand.values,
-        **options,
+    command = expand(_text(name, fields, "command"), "command")
+    args = tuple(expand(arg, "args") for arg in args)
+    given = _texts(name, fields, "env")
+    env = {key: expand(value, "env") for key, value in given.items() if not expand.leaves_out(value)}
+    cwd, env_file = (
+        expand(_text(name, fields, key), key) if fields.get(key) is not None else None for key in ("cwd", "envFile")
     )
-
-
-def _env_file(name: str, fields: Mapping[str, Any], expand: Expander, folder: Path | None) -> dict[str, str]:
-    if fields.get("envFile") is None:
-        return {}
-    path = (folder or Path()) / expand(_text(name, fields, "envFile"), "envFile")
-    return read_variables(path, f"`envFile` of server {name!r}")
+    expand.check()
+    if env_file is not None:
+        env = read_variables((folder or Path()) / env_file, f"`envFile` of server {name!r}") | env
+    home = None if folder is None else str(folder)
+    return {"command": command, "args": args, "env": env, "cwd": resolved_cwd(cwd, folder), "folder": home}
 
 
 def _transport(name: str, fields: Mapping[str, Any]) -> TransportKind:
@@ -233,7 +242,7 @@ def _text(name: str, fields: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _texts(name: str, fields: Mapping[str, Any], key: str, expand: Expander) -> dict[str, str]:
+def _texts(name: str, fields: Mapping[str, Any], key: str) -> Mapping[str, str]:
     values: Any = fields.get(key) or {}
     if not is_text_map(values):
         # The values stay out of the message: they are often secrets.
@@ -241,4 +250,4 @@ def _texts(name: str, fields: Mapping[str, Any], key: str, expand: Expander) -> 
         raise ServerConfigError(
             f"`{key}` of server {name!r} must map names to strings, got {got}. Quote numbers and booleans."
         )
-    return {name: expand(value, key) for name, value in cast(Mapping[str, str], values).items()}
+    return cast(Mapping[str, str], values)

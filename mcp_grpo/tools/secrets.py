@@ -51,9 +51,23 @@ def secret_values(variables: Variables, headers: Mapping[str, str]) -> tuple[str
     found = _parts(value for name, value in headers.items() if not _PLAIN_HEADER.match(name))
     for name, value in variables:
         passwords = _PASSWORD.findall(value)
-        if passwords or _SECRET_NAME.search(name):
+        if passwords or is_secret_name(name):
             found += [value, *passwords]
     return _hideable(found)
+
+
+def is_secret_name(name: str) -> bool:
+    """
+    Tell whether the name of a variable speaks of a secret.
+
+    Args:
+        name (`str`):
+            The name.
+
+    Returns:
+        `bool`: Whether its value is to be kept out of sight.
+    """
+    return _SECRET_NAME.search(name) is not None
 
 
 def hidden(values: tuple[str, ...], value: Any) -> Any:

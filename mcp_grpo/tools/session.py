@@ -16,6 +16,7 @@ from mcp import Client, MCPError
 
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.hints import start_hints
 from mcp_grpo.tools.http import HttpTransport, is_unsent
 from mcp_grpo.tools.observation import observed, observed_error
 from mcp_grpo.tools.stdio import StdioTransport
@@ -395,12 +396,13 @@ class Session:
         config, failure = self._config, _first_cause(self._failure)
         if isinstance(failure, ToolServerError):
             return str(failure)
+        hints = start_hints(config, self._stdio.stderr_tail) if self._stdio is not None else []
         if is_late:
             reason = f"it did not answer within {config.connect_timeout:g} s"
-            advice = "Raise `connect_timeout` if it needs longer to start."
+            advice = "\n".join([*hints, "Raise `connect_timeout` if it needs longer to start."])
         elif self._stdio is not None and self._stdio.ended_by_itself:
             reason = "it ended before it answered"
-            advice = "Run the command by hand to see why."
+            advice = "\n".join(hints) or "Run the command by hand to see why."
         else:
             reason = str(failure) if isinstance(failure, MCPError) else f"{type(failure).__name__}: {failure}"
             advice = "Check that it is an MCP server and that it is running."

@@ -25,6 +25,7 @@ from mcp.shared.message import SessionMessage
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.framing import LineSplitter, parse
+from mcp_grpo.tools.hints import missing_file_hint
 from mcp_grpo.tools.reaper import register, signal_group, unregister
 
 
@@ -225,9 +226,11 @@ def _executable(config: ServerConfig, path: str | None) -> str:
     else:
         found = shutil.which(command, path=path)
     if found is None:
+        hint = missing_file_hint(config, command) if os.sep in command else None
         raise ToolServerError(
             f"The server {config.name!r} could not be started: there is no program {config.redact(command)!r}. "
-            f"Its command is `{config.target}`. Install it, put it on PATH, or give its full path."
+            f"Its command is `{config.target}`. "
+            f"{config.redact(hint or 'Install it, put it on PATH, or give its full path.')}"
         )
     return os.path.abspath(found)
 

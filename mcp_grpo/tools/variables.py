@@ -1,17 +1,27 @@
 """Variables in server configurations: where they come from, and how they are filled in."""
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dotenv import dotenv_values
 
 from mcp_grpo.errors import ServerConfigError
+from mcp_grpo.tools.secrets import is_secret_name
 
 
+logger = logging.getLogger(__name__)
+
+FILE_NAME = ".env"
 _VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_]\w*)(?::-([^}]*))?\}|\$\{((?:command|config|input):[^}]*)\}")
+_OPTIONAL = re.compile(r"\$\{(?:env:)?([A-Za-z_]\w*):-\}")
 _FOLDER = "workspaceFolder"  # what editors call the folder that a configuration belongs to
+
+
+class UnsetVariableError(ServerConfigError):
+    """A configuration that asks for variables that are not set."""
 
 
 class Expander:
@@ -31,6 +41,7 @@ class Expander:
         self._server = server
         self._variables = variables
         self._folder = folder
+        self._unset: dict[str, str] = {}  # where each was asked for, by name
         self.values: dict[str, str] = {}
 
     def __call__(self, text: str, where: str) -> str:
@@ -47,31 +58,79 @@ class Expander:
             if default is not None and not found:  # as in a shell, an empty variable takes the default too
                 return default
             if found is None:
-                file = "" if self._folder is None else f"write it into {str(self._folder / '.env')!r}, "
-                raise ServerConfigError(
-                    f"`{where}` of server {self._server!r} asks for the environment variable {name!r}, which is not "
-                    f"set. Set it, {file}or give a default: `${{{name}:-default}}`."
-                )
+                self._unset.setdefault(name, where)
+                return ""
             self.values[name] = found
             return found
 
         return _VARIABLE.sub(value, text)
 
+    def leaves_out(self, text: str) -> bool:
+        """
+        Tell whether a variable of a server is not to be set at all.
+
+        Args:
+            text (`str`):
+                Its value, before it is expanded.
+
+        Returns:
+            `bool`: Whether it is `${VAR:-}` and nothing else, and there is no such variable. An empty text is not the same:
+            an empty `https_proxy` overrules `HTTPS_PROXY`.
+        """
+        match = _OPTIONAL.fullmatch(text)
+        return match is not None and match[1] not in self._variables
+
+    def check(self) -> None:
+        """Raise [`UnsetVariableError`] if a variable without a default was asked for that is not set."""
+        if self._unset:
+            raise UnsetVariableError("\n".join(self._sentence(name, where) for name, where in self._unset.items()))
+
+    def _sentence(self, name: str, where: str) -> str:
+        file = (self._folder or Path.cwd()).resolve() / FILE_NAME
+        default = "" if is_secret_name(name) else f", or give a default: `${{{name}:-default}}`"
+        return (
+            f"`{where}` of server {self._server!r} asks for the environment variable {name!r}, which is not set. "
+            f"Export it (`export {name}=...`), or write it into {str(file)!r} as `{name}=...`{default}."
+        )
+
 
 def variables_for(folder: Path | None) -> dict[str, str]:
     """
-    The variables that a configuration may ask for.
+    Collect the variables that a configuration may ask for.
 
     Args:
         folder (`Path`, *optional*):
             Folder of the configuration file.
 
     Returns:
-        `dict[str, str]`: Those of this process, and below them those of a file `.env` in the folder.
+        `dict[str, str]`: Those of this process, and below them those of files `.env`: in the folder, then in the working
+        directory, then in the folders above that; the nearest comes first.
     """
-    file = None if folder is None else folder / ".env"
-    beside = read_variables(file, "The file") if file is not None and file.is_file() else {}
-    return {**beside, **os.environ}
+    found = dict(os.environ)
+    if folder is not None and (file := folder / FILE_NAME).is_file():
+        found = read_variables(file, "The file") | found
+    for file in _files_here_and_above():
+        try:
+            found = read_variables(file, "The file") | found
+        except ServerConfigError as error:  # may be another's affair
+            logger.warning("%s Its variables are not used.", error)
+    return found
+
+
+def _files_here_and_above() -> Iterator[Path]:
+    try:
+        here = Path.cwd()
+        owners = {os.getuid(), here.stat().st_uid}
+    except OSError:  # it was removed
+        return
+    for place in (here, *here.parents):
+        file = place / FILE_NAME
+        try:
+            # In a folder that many may write to, such as /tmp, somebody else's file is not for us.
+            if file.is_file() and (place == here or file.stat().st_uid in owners):
+                yield file
+        except OSError:  # a folder above that may not be looked into
+            continue
 
 
 def read_variables(path: Path, what: str) -> dict[str, str]:

@@ -291,6 +291,17 @@ class TestKeys:
         with pytest.raises(SettingsError, match="address of Acme"):
             VendorClient("Acme", url, "ACME_KEY", KEY, {})
 
+    @pytest.mark.parametrize(
+        ("name", "value"), [("ALL_PROXY", "gopher://user:hunter2@acme.test"), ("SSL_CERT_FILE", "/no/such/file")]
+    )
+    def test_a_proxy_or_a_certificate_that_cannot_be_used_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(SettingsError, match=f"cannot be used.*{name}") as caught:
+            VendorClient("Acme", "https://acme.test", "ACME_KEY", KEY, {})
+        assert "hunter2" not in str(caught.value)
+
 
 async def test_an_outage_is_marked_and_a_refusal_is_not() -> None:
     server = DeskServer("acme")

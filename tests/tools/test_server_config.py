@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,83 @@ def test_variables_of_a_file_beside_the_configuration_are_expanded(tmp_path: Pat
 def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("V", "from the environment")
     assert written(tmp_path, STDIO | {"args": ["${V}"]}, "V=from the file").args == ("from the environment",)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with folders above it that are ours."""
+    folder = tmp_path / "above" / "here"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+class TestFilesOfVariables:
+    @pytest.mark.parametrize("place", [".", "..", "../.."])
+    def test_one_here_or_above_counts_also_for_servers_that_are_no_file(self, here: Path, place: str) -> None:
+        (here / place / ".env").write_text("V=value")
+        assert load_one(STDIO | {"args": ["${V}"]}).args == ("value",)
+
+    def test_the_nearest_comes_first_variable_by_variable(self, here: Path) -> None:
+        (here / "..").joinpath(".env").write_text("A=above\nB=above\nC=above\n")
+        (here / ".env").write_text("A=here\nB=here\n")
+        (here / "configs").mkdir()
+        config = written(here / "configs", STDIO | {"args": ["${A}", "${B}", "${C}"]}, "A=beside\n")
+        assert config.args == ("beside", "here", "above")
+
+    def test_the_environment_comes_before_all(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("V", "from the environment")
+        (here / ".env").write_text("V=here")
+        assert load_one(STDIO | {"args": ["${V}"]}).args == ("from the environment",)
+
+    def test_one_above_that_belongs_to_somebody_else_does_not_count(
+        self, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (here.parent / ".env").write_text("V=planted")
+        stat = Path.stat
+
+        def of_another(path: Path, **options: Any) -> Any:
+            found = stat(path, **options)
+            return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]]) if path.name == ".env" else found
+
+        monkeypatch.setattr(Path, "stat", of_another)
+        assert load_one(STDIO | {"args": ["${V:-none}"]}).args == ("none",)
+        (here / ".env").write_text("V=here")
+        assert load_one(STDIO | {"args": ["${V:-none}"]}).args == ("here",)
+
+    def test_one_above_that_is_no_text_is_told_of_and_left_out(
+        self, here: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (here.parent / ".env").write_bytes(b"K=\xff\xfe")
+        assert load_one(STDIO).command == "server"
+        assert "is not text" in caplog.text
+
+    def test_their_values_are_hidden(self, here: Path) -> None:
+        (here / ".env").write_text("SHOP_KEY=s3cret-value")
+        config = load_one(STDIO | {"env": {"SHOP_KEY": "${SHOP_KEY}"}})
+        assert config.redact("it is s3cret-value") == config.hide_secrets("it is s3cret-value") == "it is ***"
+
+
+def test_a_variable_of_a_server_that_may_be_unset_is_passed_on_as_it_is_or_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SET", "value")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("UNSET", raising=False)
+    names = ("SET", "EMPTY", "UNSET")
+    env = {name: f"${{{name}:-}}" for name in names} | {"NAMED": "${env:UNSET:-}", "PART": "<${UNSET:-}>"}
+    assert load_one(STDIO | {"env": env}).env == {"SET": "value", "EMPTY": "", "PART": "<>"}
+
+
+def test_all_variables_that_are_not_set_are_told_at_once_and_a_key_gets_no_default() -> None:
+    entry = STDIO | {"args": ["${UNSET_A}"], "env": {"K": "${UNSET_API_KEY}"}}
+    with pytest.raises(ServerConfigError) as caught:
+        load_servers({"one": entry, "two": HTTP | {"headers": {"Authorization": "Bearer ${UNSET_B}"}}})
+    one_a, one_key, two_b = str(caught.value).splitlines()
+    assert all(words in one_a for words in ("'one'", "UNSET_A", "${UNSET_A:-default}"))
+    assert all(words in one_key for words in ("'one'", "`export UNSET_API_KEY=...`", ".env"))
+    assert "default" not in one_key
+    assert all(words in two_b for words in ("'two'", "UNSET_B"))
 
 
 def test_a_folder_called_env_is_no_file_of_variables(tmp_path: Path) -> None:
