@@ -14,6 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning import REACTIONS, GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
+from mcp_grpo.requirements import check_packages
 from mcp_grpo.rollout import Limits, Renderer, Schedule
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
@@ -588,6 +589,8 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.deepspeed:
+            check_packages(self)  # Transformers imports it at once
         if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
             # TRL turns it on by default, then refuses a machine that has no such GPU; a CPU may only imitate it, minutes a turn.
             self.bf16 = False

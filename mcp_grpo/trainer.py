@@ -26,14 +26,8 @@ from mcp_grpo.learning import (
     trajectory_metrics,
 )
 from mcp_grpo.monitor import GPUWatch, speak_in_terminal
-from mcp_grpo.rollout import (
-    Background,
-    Renderer,
-    RolloutEngine,
-    RolloutProgress,
-    derived_seed,
-    progress_bar,
-)
+from mcp_grpo.requirements import check_packages
+from mcp_grpo.rollout import Background, Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
 from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
@@ -119,6 +113,7 @@ class MCPGRPOTrainer(BatchingTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
         check_arguments(args, train_dataset, kwargs)
+        check_packages(args)
         held_out = kwargs.get("eval_dataset")
         datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
         tasks = [task for rows in datasets if isinstance(rows, Dataset) for task in tasks_from_rows(rows)]
