@@ -107,28 +107,28 @@ def reward_message(problems: Sequence[str]) -> str:
     return f"The rewards of these tasks cannot be computed:{lines}{more}"
 
 
-def check_calls(reward_funcs: Any, columns: Iterable[str]) -> None:
+def check_calls(reward_funcs: Any, *datasets: Iterable[str]) -> None:
     """
     Refuse reward functions that cannot be called with what they will be given.
 
     Args:
         reward_funcs (`Callable` or `list[Callable]`):
             The reward functions. None of them is called.
-        columns (`Iterable[str]`):
-            Columns of the dataset.
+        datasets (`Iterable[str]`):
+            The columns of each dataset.
 
     Raises:
         [`SettingsError`]: If there is one; the message has all of them.
     """
-    given = [*GIVEN, *(column for column in columns if column not in (*GIVEN, *_NOT_GIVEN))]
     told = [
         f"The reward function `{reward_name(function)}` cannot be called: {error}. It is given {', '.join(given)}. Take what it "
         "does not use as `**kwargs`, and give the tasks the columns that it needs."
+        for given in ([*GIVEN, *(name for name in one if name not in (*GIVEN, *_NOT_GIVEN))] for one in datasets)
         for function in _listed(reward_funcs)
         if (error := _misfit(function, given)) is not None
     ]
     if told:
-        raise SettingsError("\n".join(told))
+        raise SettingsError("\n".join(dict.fromkeys(told)))
 
 
 def is_computed_early(reward_func: Any) -> bool:
