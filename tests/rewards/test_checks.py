@@ -102,9 +102,9 @@ def test_every_reward_of_ours_can_be_computed_for_an_attempt_that_did_nothing(re
 
 def test_wrong_names_and_missing_answers_are_told_at_once() -> None:
     with pytest.raises(
-        CatalogError, match=r"(?s)tool 'qoute' \(1 task: 'a'\).*`quote`.*1 task \('b'\): Task 'b' has no"
+        CatalogError, match=r"(?s)tool 'quot3' \(1 task: 'a'\).*`quote`.*1 task \('b'\): Task 'b' has no"
     ):
-        check_tasks([task("a", "3", tools=("qoute",)), task("b")], exact_answer, CATALOG)
+        check_tasks([task("a", "3", tools=("quot3",)), task("b")], exact_answer, CATALOG)
     with pytest.raises(TaskFormatError, match=r"no `answer`"):
         check_tasks([task("b")], exact_answer, CATALOG)
     check_tasks([task("a", "3")], exact_answer, CATALOG)

@@ -95,7 +95,7 @@ def test_a_task_that_names_what_is_not_there_is_told_what_is(
 def test_all_that_tasks_name_wrongly_is_told_at_once_each_with_the_nearest_name(
     make_task: Callable[..., Task],
 ) -> None:
-    tasks = [make_task(task_id=f"t{n}", tools=("serch", "raed")) for n in range(5)]
+    tasks = [make_task(task_id=f"t{n}", tools=("serch", "reed")) for n in range(5)]
     tasks += [
         make_task(task_id="s", servers=("fils",), tools=("write",)),
         make_task(task_id="fine", tools=("search",)),
@@ -105,7 +105,7 @@ def test_all_that_tasks_name_wrongly_is_told_at_once_each_with_the_nearest_name(
     assert str(caught.value).splitlines() == [
         "3 names in the tasks do not fit the servers:",
         "  - tool 'serch' (5 tasks: 't0', 't1', 't2' and 2 more) does not exist. The nearest names are `search`, `read`, `write`.",
-        "  - tool 'raed' (5 tasks: 't0', 't1', 't2' and 2 more) does not exist. The nearest names are `read`, `write`, `search`.",
+        "  - tool 'reed' (5 tasks: 't0', 't1', 't2' and 2 more) does not exist. The nearest names are `read`, `write`, `search`.",
         "  - server 'fils' (1 task: 's') is not configured. The nearest names are `files`, `web`.",
         "  The servers are `web`, `files`; their tools are `search`, `read`, `write`.",
     ]
@@ -176,8 +176,8 @@ def test_an_option_that_names_what_the_server_has_not_is_told_what_it_has(
 
 
 def test_all_options_that_name_what_the_server_has_not_are_told_at_once() -> None:
-    options: dict[str, Any] = {"allowed_tools": ("raed",), "idempotent_tools": ("serch",)}
-    with pytest.raises(CatalogError, match=r"(?s)'raed'.*`read`.*'serch'.*`search`.*'citi'") as caught:
+    options: dict[str, Any] = {"allowed_tools": ("reed",), "idempotent_tools": ("serch",)}
+    with pytest.raises(CatalogError, match=r"(?s)'reed'.*`read`.*'serch'.*`search`.*'citi'") as caught:
         offered_tools(configured(argument_aliases={"town": "citi"}, **options), listed("read", "search"))
     assert len(str(caught.value).splitlines()) == 3
 
