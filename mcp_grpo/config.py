@@ -589,8 +589,7 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.deepspeed:
-            check_packages(self)  # Transformers imports it at once
+        _check_deepspeed(self)
         if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
             # TRL turns it on by default, then refuses a machine that has no such GPU; a CPU may only imitate it, minutes a turn.
             self.bf16 = False
@@ -928,6 +927,11 @@ NEEDS_SERVERS = (
     "vllm_server_urls",
     "cassette",
 )
+
+
+def _check_deepspeed(args: MCPGRPOConfig) -> None:
+    if args.deepspeed:
+        check_packages(args)  # Transformers imports it at once
 
 
 def check_without_servers(args: MCPGRPOConfig) -> None:

@@ -27,7 +27,7 @@ from mcp_grpo.learning import (
 )
 from mcp_grpo.monitor import GPUWatch, speak_in_terminal
 from mcp_grpo.requirements import check_packages
-from mcp_grpo.rewards.checks import check_calls, check_tasks
+from mcp_grpo.rewards.checks import check_tasks, rewardable_tasks
 from mcp_grpo.rollout import Background, Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
 from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
 from mcp_grpo.tasks import tasks_from_rows
@@ -116,11 +116,7 @@ class MCPGRPOTrainer(BatchingTrainer):
             return
         check_arguments(args, train_dataset, kwargs)
         check_packages(args)
-        held_out = kwargs.get("eval_dataset")
-        datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
-        seen = [rows for rows in datasets if isinstance(rows, Dataset)]
-        check_calls(reward_funcs, *(rows.column_names for rows in seen))
-        tasks = [task for rows in seen for task in tasks_from_rows(rows)]
+        tasks = rewardable_tasks(reward_funcs, train_dataset, kwargs.get("eval_dataset"))
         # The servers before the model: what is wrong with a server or a task shows in seconds.
         self._engine = RolloutEngine(servers, args.make_cassette())
         try:

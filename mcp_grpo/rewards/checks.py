@@ -5,9 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
+
 from mcp_grpo.errors import CatalogError, SettingsError, TaskFormatError
 from mcp_grpo.rewards.judge import Judge
 from mcp_grpo.rewards.rubric import Rubric
+from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.tools import Catalog
 from mcp_grpo.types import Segment, StopReason, Task, Trajectory
 
@@ -47,6 +50,26 @@ def check_tasks(
         told.append(reward_message(unrewarded))
     if told:
         raise (CatalogError if mismatches else TaskFormatError)("\n".join(told))
+
+
+def rewardable_tasks(reward_funcs: Any, *datasets: Any) -> list[Task]:
+    """
+    Read the tasks of datasets, and refuse reward functions that cannot be called with their columns.
+
+    Args:
+        reward_funcs (`Callable` or `list[Callable]`):
+            The reward functions.
+        datasets ([`~datasets.Dataset`] or `Mapping[str, Dataset]`, *optional*):
+            The datasets. Streams are left out: their rows are not known yet.
+
+    Returns:
+        `list[Task]`: The tasks. Raises [`TaskFormatError`] if a row is none, and [`SettingsError`] for the functions.
+    """
+    listed = [rows for one in datasets for rows in (one.values() if isinstance(one, Mapping) else [one])]
+    seen = [rows for rows in listed if isinstance(rows, Dataset)]
+    tasks = [task for rows in seen for task in tasks_from_rows(rows)]
+    check_calls(reward_funcs, *(rows.column_names for rows in seen))
+    return tasks
 
 
 def reward_problems(

@@ -13,7 +13,7 @@ from trl import get_peft_config
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer
 from mcp_grpo.config import check_arguments
 from mcp_grpo.errors import MCPGRPOError, SettingsError
-from mcp_grpo.rewards.checks import check_calls, check_tasks, is_computed_early, reward_name
+from mcp_grpo.rewards.checks import check_tasks, is_computed_early, reward_name, rewardable_tasks
 from mcp_grpo.rollout import RolloutEngine
 from mcp_grpo.rollout.vllm_backend import chosen_weight_sync
 from mcp_grpo.tasks import tasks_from_rows
@@ -203,11 +203,9 @@ def _check_settings(config: MCPGRPOConfig, model: Any, train_dataset: Any, eval_
 
 def _check_tasks(config: MCPGRPOConfig, servers: Any, datasets: Sequence[Any], rewards: Any) -> None:
     """Compare the tasks with the tools and the rewards, without a trainer."""
-    seen = [rows for rows in datasets if rows is not None]
-    check_calls(rewards, *(rows.column_names for rows in seen))
+    tasks = rewardable_tasks(rewards, *datasets)
     engine = RolloutEngine(servers, config.make_cassette() if config.replays else None)
     try:
-        tasks = [task for rows in seen for task in tasks_from_rows(rows)]
         check_tasks(tasks, rewards, engine.catalog, engine.state_servers)
     finally:
         engine.close()
