@@ -222,9 +222,14 @@ def test_a_pre_flight_goes_on_after_what_is_wrong_and_names_what_it_could_not_ch
     with pytest.raises(SettingsError) as caught:
         grpo_qwen3.main([*own, "--preflight", "--rewards", "nonsense", "--model_name_or_path", "somebody/else"])
     found = str(caught.value)
-    for words in ("rewards: There is no reward 'nonsense'", "tokenizer: The tokenizer of", "tool 'ad' (1 task: 'a')"):
+    for words in (
+        "settings: A batch holds",
+        "rewards: There is no reward 'nonsense'",
+        "tokenizer: The tokenizer of",
+        "tool 'ad' (1 task: 'a')",
+    ):
         assert words in found
-    assert "not run trainer: needs tokenizer and rewards and tools" in found
+    assert "not run trainer: needs settings and tokenizer and rewards and tools" in found
     assert "not run room for prompts: needs trainer" in found
 
 
