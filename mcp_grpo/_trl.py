@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.chat_template_utils import (
@@ -39,6 +40,7 @@ from trl.trainer.utils import (
 
 __all__ = [
     "COMPLETIONS",
+    "NO_TASKS",
     "ROW_MEAN_LOSSES",
     "TOKEN_MEAN_LOSSES",
     "FusedCausalLMOutput",
@@ -69,6 +71,9 @@ __all__ = [
 COMPLETIONS = 3
 
 # Losses that divide by a number of rows, not of tokens: a row left out of the loss still counts in their denominator.
+NO_TASKS = Dataset.from_dict({"task_id": [""], "prompt": [""]})
+"""For TRL, which asks for a dataset also where nothing is trained."""
+
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 
 # Losses that divide by the tokens of the whole update, whatever micro-batch they are in.

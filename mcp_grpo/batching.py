@@ -65,6 +65,8 @@ class BatchingTrainer(PublishingTrainer):
             [`HealthError`]: If the run was stopped because it cannot learn any more. All that follows training has been done
             by then: trackers are closed, a checkpoint is written, and the best policy that was evaluated is loaded.
         """
+        if self.train_dataset is None:
+            raise SettingsError("There are no tasks to train on. Pass `train_dataset` to the trainer.")
         self._drop_ahead()
         self._upcoming = (None, [])
         self._last_loaded_step = -1  # another run may have been at the same step, with other weights

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except (MCPGRPOError, OSError) as error:
-        _console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
+        _complain(str(error))
         return 1
 
 
@@ -66,21 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--check", action="store_true", help="also run every solution on the real servers")
     build.set_defaults(run=_build)
-    check = tasks.add_parser("check", help="validate a file of tasks, and run the solutions it has")
+    check = tasks.add_parser(
+        "check", help="check tasks against the tools of their servers, and run the solutions they have"
+    )
     check.add_argument("source", help="JSON, JSONL or Parquet file, folder, or Hub id")
-    check.add_argument("--split", help="of a Hub id or a folder")
-    check.add_argument("--servers", help="mcpServers file to run solutions on; the desk if not given")
+    check.add_argument("--split", help="of a Hub id, a folder, or a JSON file with several lists")
+    check.add_argument("--servers", help="mcpServers file that the tasks are for; the desk if not given")
     check.add_argument(
         "--world", type=int, default=0, help="which invented world, without --servers (default: %(default)s)"
     )
     check.set_defaults(run=_check)
     importing = tasks.add_parser("import", help="turn a file of your own into tasks, and report what was made of it")
     importing.add_argument("source", help="JSON, JSONL or Parquet file with questions, tools, difficulty, answers")
-    importing.add_argument("output", type=Path, help="JSONL file to write")
+    importing.add_argument(
+        "output", type=Path, help="JSONL file to write; or a folder, for a file for each list of the source"
+    )
+    importing.add_argument("--split", help="which list of a JSON file that has several, such as train")
     importing.set_defaults(run=_import)
     show = tasks.add_parser("show", help="show a few tasks")
     show.add_argument("source", help="JSON, JSONL or Parquet file, folder, or Hub id")
-    show.add_argument("--split", help="of a Hub id or a folder")
+    show.add_argument("--split", help="of a Hub id, a folder, or a JSON file with several lists")
     show.add_argument("--number", type=int, default=5, help="how many (default: %(default)s)")
     show.set_defaults(run=_show)
     return parser
@@ -171,16 +176,77 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from mcp_grpo.evaluation.solutions import check_solution_forms
     from mcp_grpo.tasks import load_tasks, tasks_from_rows
 
     console = _console()
     tasks = tasks_from_rows(load_tasks(arguments.source, arguments.split))
-    console.print(f"{len(tasks)} tasks, all in good form.")
+    console.print(f"{len(tasks)} tasks with the columns that they need, and no id twice.")
     with_solution = [task for task in tasks if task.metadata.get("solution") is not None]
+    check_solution_forms(with_solution)
+    if not _check_names(tasks, arguments, console):
+        if with_solution:
+            console.print(f"The {len(with_solution)} solutions were not run.")
+        return 1
     if not with_solution:
-        console.print("None has a `solution` to run.")
+        console.print("None has a `solution` to run, so that nothing shows that the tasks can be done.")
         return 0
     return int(_run(with_solution, arguments.world, arguments.servers, console) > 0)
+
+
+def _check_names(tasks: Sequence[Any], arguments: argparse.Namespace, console: Console) -> bool:
+    """Compare what tasks name with the tools of the servers, and say what was compared, and what was not."""
+    import anyio
+
+    from mcp_grpo.errors import ServerConfigError, ToolServerError
+    from mcp_grpo.evaluation.solutions import called_tools
+    from mcp_grpo.rewards import task_outcome
+    from mcp_grpo.rewards.checks import reward_problems
+    from mcp_grpo.servers import desk_servers
+    from mcp_grpo.tools import Catalog, ToolPool
+
+    async def opened() -> tuple[Catalog, tuple[str, ...]]:
+        servers = desk_servers(seed=arguments.world) if arguments.servers is None else arguments.servers
+        async with ToolPool(servers) as pool:
+            return pool.catalog, pool.state_servers
+
+    num_named = sum(task.servers is not None or task.tools is not None for task in tasks)
+    has_more = any(task.metadata.keys() & {"solution", "expected_state"} for task in tasks)
+    if arguments.servers is None and not num_named and not has_more:
+        console.print("None names servers or tools, so that all may use whatever there is: no server was started.")
+        _print_unjudged(reward_problems(tasks, task_outcome), console)
+        return True
+    whose = "the desk" if arguments.servers is None else arguments.servers
+    try:
+        with console.status(f"starting the servers of {whose} ..."):
+            catalog, state_servers = anyio.run(opened)
+    except (ToolServerError, ServerConfigError) as error:
+        _complain(
+            f"The servers of {whose} could not be started, so that the names of servers and tools in the tasks were not "
+            f"checked: {error}"
+        )
+        return False
+    _print_unjudged(reward_problems(tasks, task_outcome, catalog, state_servers), console)
+    mismatches = catalog.mismatches(tasks, called_tools)
+    if mismatches:
+        advice = "\nName the servers that the tasks are for with `--servers`." if arguments.servers is None else ""
+        _complain(f"Compared with {whose}: {catalog.told(mismatches)}{advice}")
+        return False
+    names = ", ".join(catalog.servers)
+    all_of_them = f"; the other {len(tasks) - num_named} may use all of them" if num_named < len(tasks) else ""
+    console.print(
+        f"{num_named} of them name servers or tools, and all of these exist on {whose} ({names}: {len(catalog.tools)} "
+        f"tools){all_of_them}.",
+        soft_wrap=True,
+    )
+    return True
+
+
+def _print_unjudged(problems: Sequence[str], console: Console) -> None:
+    if problems:
+        console.print("Some tasks can only be judged by a reward function of your own:")
+    for problem in problems[:20]:
+        console.print(f"  - {problem}", soft_wrap=True)
 
 
 def _run(tasks: Sequence[Any], world: int, servers: str | None, console: Console) -> int:
@@ -198,10 +264,16 @@ def _run(tasks: Sequence[Any], world: int, servers: str | None, console: Console
 
 def _import(arguments: argparse.Namespace) -> int:
     from mcp_grpo.tasks import import_tasks
+    from mcp_grpo.tasks.loading import split_names
 
-    rows, report = import_tasks(arguments.source)
-    _write(arguments.output, rows)
-    _console().print(str(report), soft_wrap=True)
+    source, output = Path(arguments.source), arguments.output
+    is_folder = output.is_dir() or not output.suffix
+    names = split_names(source) if is_folder and arguments.split is None and source.is_file() else []
+    for split in names or [arguments.split]:
+        rows, report = import_tasks(source, split)
+        path = output / f"{Path(split or source.stem).name}.jsonl" if is_folder else output
+        _write(path, rows)
+        _console().print(f"{report}\n  written to {path}", soft_wrap=True)
     return 0
 
 
@@ -221,6 +293,10 @@ def _show(arguments: argparse.Namespace) -> int:
         f"{len(tasks)} tasks; by difficulty: " + ", ".join(f"{n} {name}" for name, n in difficulties.items())
     )
     return 0
+
+
+def _complain(text: str) -> None:
+    _console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {text}"), soft_wrap=True)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -14,6 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning import REACTIONS, GrammarRoles, KLControl, MaskRule, SamplerRoles, SchemaMask, SyntaxRoles
+from mcp_grpo.requirements import check_packages
 from mcp_grpo.rollout import Limits, Renderer, Schedule
 from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.tools import Cassette
@@ -588,6 +589,7 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        _check_deepspeed(self)
         if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
             # TRL turns it on by default, then refuses a machine that has no such GPU; a CPU may only imitate it, minutes a turn.
             self.bf16 = False
@@ -927,6 +929,11 @@ NEEDS_SERVERS = (
 )
 
 
+def _check_deepspeed(args: MCPGRPOConfig) -> None:
+    if args.deepspeed:
+        check_packages(args)  # Transformers imports it at once
+
+
 def check_without_servers(args: MCPGRPOConfig) -> None:
     """
     Refuse what would silently do nothing without servers.
@@ -959,37 +966,39 @@ def check_arguments(args: Any, train_dataset: Any, kwargs: Mapping[str, Any]) ->
     Args:
         args (`MCPGRPOConfig`):
             The trainer's configuration.
-        train_dataset (`Dataset` or `IterableDataset`):
-            Its tasks.
+        train_dataset (`Dataset` or `IterableDataset`, *optional*):
+            Its tasks. `None` if it is not to train.
         kwargs (`Mapping[str, Any]`):
             Its other arguments.
 
     Raises:
-        [`SettingsError`]: If there is such a thing; the message says what to set instead.
+        [`SettingsError`]: If there is such a thing; the message has all of them, and says what to set instead.
     """
     if not isinstance(args, MCPGRPOConfig):
         raise SettingsError(f"With `servers`, `args` must be an `MCPGRPOConfig`, got {type(args).__name__}.")
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if kwargs.get(name) is not None:
-            raise SettingsError(f"`{name}` and `servers` both say where tools come from. Pass only `servers`.")
+    problems = [
+        f"`{name}` and `servers` both say where tools come from. Pass only `servers`."
+        for name in ("tools", "rollout_func", "environment_factory")
+        if kwargs.get(name) is not None
+    ]
     # The sampler's log-probabilities are the old ones of the ratio: they must be those of the policy itself.
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
-    for name, value in neutral.items():
-        if getattr(args, name) not in (value, None):
-            raise SettingsError(
-                f"`{name}={getattr(args, name)!r}` samples from another distribution than the one that is trained, so "
-                f"that ratios would be wrong. Leave it at {value!r}; use `temperature` to explore more or less."
-            )
-    for is_refused, message in _refusals(args, train_dataset, kwargs):
-        if is_refused:
-            raise SettingsError(message)
+    problems += [
+        f"`{name}={getattr(args, name)!r}` samples from another distribution than the one that is trained, so that ratios "
+        f"would be wrong. Leave it at {value!r}; use `temperature` to explore more or less."
+        for name, value in neutral.items()
+        if getattr(args, name) not in (value, None)
+    ]
+    problems += [message for is_refused, message in _refusals(args, train_dataset, kwargs) if is_refused]
     num_tasks = cast("int", args.generation_batch_size) // cast("int", args.num_generations)
     if isinstance(train_dataset, Dataset) and len(train_dataset) < num_tasks:
-        raise SettingsError(
+        problems.append(
             f"A batch holds {num_tasks} tasks (`generation_batch_size` {args.generation_batch_size} / `num_generations` "
             f"{args.num_generations}), but the dataset has only {len(train_dataset)}: not one batch could be made, and "
             "training would end at once. Add tasks, lower `per_device_train_batch_size`, or raise `num_generations`."
         )
+    if problems:
+        raise SettingsError("\n".join(problems))
 
 
 def _is_fsdp1(args: MCPGRPOConfig) -> bool:
@@ -1064,7 +1073,7 @@ def _refusals(
             f"`steps_per_generation` ({args.steps_per_generation}), so that every update holds whole groups.",
         ),
         (
-            bool(args.dynamic_sampling) and not isinstance(train_dataset, Dataset),
+            bool(args.dynamic_sampling) and not isinstance(train_dataset, Dataset | None),
             "`dynamic_sampling` draws other tasks from the dataset, so it must be a `Dataset`, not a stream.",
         ),
         (

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from mcp_grpo._trl import COMPLETIONS, add_lm_head_of, disable_dropout_in_model, heads_made_by, vllm_made_by
+from mcp_grpo._trl import COMPLETIONS, NO_TASKS, add_lm_head_of, disable_dropout_in_model, heads_made_by, vllm_made_by
 from mcp_grpo.batching import BatchingTrainer, RolloutAhead
 from mcp_grpo.config import MCPGRPOConfig, check_arguments, check_without_servers
 from mcp_grpo.errors import RolloutError, SettingsError
@@ -26,14 +26,9 @@ from mcp_grpo.learning import (
     trajectory_metrics,
 )
 from mcp_grpo.monitor import GPUWatch, speak_in_terminal
-from mcp_grpo.rollout import (
-    Background,
-    Renderer,
-    RolloutEngine,
-    RolloutProgress,
-    derived_seed,
-    progress_bar,
-)
+from mcp_grpo.requirements import check_packages
+from mcp_grpo.rewards.checks import check_tasks, rewardable_tasks
+from mcp_grpo.rollout import Background, Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
 from mcp_grpo.sampler import Sampler, TransformersSampler, VLLMSampler, vllm_backend
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Task, Trajectory
@@ -50,8 +45,8 @@ class MCPGRPOTrainer(BatchingTrainer):
 
     Without `servers` it is [`~trl.GRPOTrainer`], with equal losses and equal gradients.
 
-    The servers are started and every task is checked against their tools before training begins (those of an iterable
-    dataset as they come). They are ended by [`close`], by leaving a `with` block, or when the interpreter exits.
+    The servers are started and every task is checked against their tools and the rewards before training begins (those of
+    an iterable dataset as they come). They are ended by [`close`], by leaving a `with` block, or when the interpreter exits.
     Dropout is turned off, as the sampler has none.
 
     Args:
@@ -63,7 +58,8 @@ class MCPGRPOTrainer(BatchingTrainer):
         args ([`MCPGRPOConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            Tasks, one per row, with at least the columns `task_id` and `prompt`; see [`task_from_row`].
+            Tasks, one per row, with at least the columns `task_id` and `prompt`; see [`task_from_row`]. With `servers`, it
+            may be left out to roll out and to evaluate only.
         servers (`str`, `Path` or `Mapping[str, Any]`, *optional*):
             MCP servers: a JSON file in the `mcpServers` form, or a mapping of the same form. A run that replays a
             cassette needs none.
@@ -119,17 +115,18 @@ class MCPGRPOTrainer(BatchingTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
             return
         check_arguments(args, train_dataset, kwargs)
-        held_out = kwargs.get("eval_dataset")
-        datasets = [train_dataset, *(held_out.values() if isinstance(held_out, Mapping) else [held_out])]
-        tasks = [task for rows in datasets if isinstance(rows, Dataset) for task in tasks_from_rows(rows)]
+        check_packages(args)
+        tasks = rewardable_tasks(reward_funcs, train_dataset, kwargs.get("eval_dataset"))
         # The servers before the model: what is wrong with a server or a task shows in seconds.
         self._engine = RolloutEngine(servers, args.make_cassette())
         try:
-            self._engine.catalog.check(*tasks)
+            check_tasks(tasks, reward_funcs, self._engine.catalog, self._engine.state_servers)
             args.vllm_importance_sampling_correction = False  # `old_logps` says what is corrected
             heads = add_lm_head_of({args.temperature_at(0)}, lambda: self.temperature)
             with vllm_made_by(vllm_backend(args)), heads_made_by(heads if args.first_phase_steps else None):
-                super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+                rows = NO_TASKS if train_dataset is None else train_dataset
+                super().__init__(model, reward_funcs, args, rows, **kwargs)
+            self.train_dataset = train_dataset
             self._sampler = VLLMSampler(self, self._engine) if self.use_vllm else TransformersSampler(self)
             self._renderer = Renderer(
                 self._tokenizer, end_of_turn_ids=self.eos_token_ids, chat_template_kwargs=self.chat_template_kwargs

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from datasets import Dataset
 from recipe_parts.command_line import StrictParser
 from recipe_parts.desk import TaskArguments, load_rewards
 from recipe_parts.preflight import run_preflight
@@ -90,6 +91,18 @@ class TrainArguments(TaskArguments):
     profile: bool = field(default=False, metadata={"help": "Measure seconds and memory of each phase of a step."})
     preflight: bool = field(default=False, metadata={"help": "Check everything, and stop before the first step."})
 
+    def load_train(self) -> Dataset:
+        """Load the tasks to train on."""
+        return self.load(self.tasks, "train", self.num_tasks)
+
+    def load_eval(self, config: MCPGRPOConfig) -> Dataset | None:
+        """Load the tasks to judge by, if the configuration asks for any."""
+        if config.eval_strategy == "no":
+            return None
+        if self.eval_tasks is None and not self.is_desk:
+            raise SettingsError("`eval_strategy` asks for tasks to judge by. Set `eval_tasks`.")
+        return self.load(self.eval_tasks, "validation", self.num_eval_tasks)
+
 
 def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelConfig, dict[str, Any]]:
     """
@@ -128,24 +141,22 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
         [`MCPGRPOTrainer`] or `None`: The trainer, closed; `None` after a pre-flight.
     """
     script, config, model, settings = parse(arguments)
-    train_dataset = script.load(script.tasks, "train", script.num_tasks)
-    is_judged = config.eval_strategy != "no"
-    if is_judged and script.eval_tasks is None and not script.is_desk:
-        raise SettingsError("`eval_strategy` asks for tasks to judge by. Set `eval_tasks`.")
-    eval_dataset = script.load(script.eval_tasks, "validation", script.num_eval_tasks) if is_judged else None
-    servers, rewards = script.load_servers(script.server_processes), load_rewards(script.rewards)
     if script.preflight:
         found = run_preflight(
             config,
             model,
             settings=settings,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            servers=servers,
-            rewards=rewards,
+            train_dataset=script.load_train,
+            eval_dataset=lambda: script.load_eval(config),
+            servers=lambda: script.load_servers(script.server_processes),
+            rewards=lambda: load_rewards(script.rewards),
         )
-        print(f"The pre-flight found nothing wrong.\n{found}")
+        if found.problems:
+            raise SettingsError(str(found))
+        print(found)
         return None
+    train_dataset, eval_dataset = script.load_train(), script.load_eval(config)
+    servers, rewards = script.load_servers(script.server_processes), load_rewards(script.rewards)
     folder = RunFolder(Path(config.output_dir), settings, is_main=config.process_index == 0)
     with folder.logging():
         checkpoint = folder.checkpoint()

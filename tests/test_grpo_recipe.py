@@ -23,6 +23,7 @@ import yaml
 from helpers.sums import ROWS, SERVERS
 from recipe_parts.command_line import write_settings
 from recipe_parts.desk import load_rewards
+from recipe_parts.requirements import missing_requirements
 from recipe_parts.run_folder import RunFolder
 from safetensors.torch import load_file
 
@@ -154,11 +155,19 @@ def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_wei
 ) -> None:
     if path.stem != "cpu_debug":  # which starts all for itself
         request.getfixturevalue("shared_desk")
-    assert (
-        grpo_qwen3.main(["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]) is None
-    )
-    found = capsys.readouterr().out
-    assert "found nothing wrong" in found
+    arguments = ["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]
+    _, config, model, _ = grpo_qwen3.parse(arguments)
+    if missing := missing_requirements(config, model):  # packages, which are all that may be wrong
+        with pytest.raises(SettingsError) as caught:
+            grpo_qwen3.main(arguments)
+        found = str(caught.value)
+        assert found.count("  wrong ") == len(missing)
+        assert all(f"  wrong   packages: {each}" in found for each in missing)
+    else:
+        assert grpo_qwen3.main(arguments) is None
+        found = capsys.readouterr().out
+        assert "found nothing wrong" in found
+    assert "not run" not in found
     assert "finance, python, search, slack" in found
     if "vllm" in path.stem:
         assert "vLLM in process: needs a GPU" in found
@@ -206,6 +215,24 @@ def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
         grpo_qwen3.main([*own, "--preflight", *tight, "--model_name_or_path", "Qwen/Qwen3-0.6B"])
 
 
+def test_a_pre_flight_goes_on_after_what_is_wrong_and_names_what_it_could_not_check(
+    own: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "prompt": "?", "tools": ["ad"]}')
+    with pytest.raises(SettingsError) as caught:
+        grpo_qwen3.main([*own, "--preflight", "--rewards", "nonsense", "--model_name_or_path", "somebody/else"])
+    found = str(caught.value)
+    for words in (
+        "settings: A batch holds",
+        "rewards: There is no reward 'nonsense'",
+        "tokenizer: The tokenizer of",
+        "tool 'ad' (1 task: 'a')",
+    ):
+        assert words in found
+    assert "not run trainer: needs settings and tokenizer and rewards and tools" in found
+    assert "not run room for prompts: needs trainer" in found
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -219,7 +246,7 @@ def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
 )
 def test_a_pre_flight_looks_at_the_adapter_of_the_run(own: list[str], arguments: list[str], message: str) -> None:
     real = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_vllm", "true"]
-    with pytest.raises((SettingsError, ValueError), match=message):
+    with pytest.raises(SettingsError, match=message):
         grpo_qwen3.main([*own, "--preflight", *real, *arguments])
 
 

@@ -375,13 +375,24 @@ def test_a_bad_row_of_a_stream_is_refused_when_it_comes(tmp_path: Path, adding_m
         assert trainer.state.global_step == 1
 
 
-def test_a_reward_for_answers_needs_answers(tmp_path: Path, adding_model: str) -> None:
+def test_a_reward_for_answers_needs_answers_from_a_stream_too(tmp_path: Path, adding_model: str) -> None:
     rows = Dataset.from_list([{k: v for k, v in row.items() if k != "answer"} for row in ROWS])
+    settings = config(tmp_path, accelerator_config={"dispatch_batches": False})
     with (
-        MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), rows, servers=SERVERS) as trainer,
+        MCPGRPOTrainer(adding_model, exact_answer, settings, rows.to_iterable_dataset(), servers=SERVERS) as trainer,
         pytest.raises(TaskFormatError, match="no `answer`"),
     ):
         trainer.train()
+
+
+def test_without_tasks_to_train_on_it_rolls_out_and_evaluates(tmp_path: Path, adding_model: str) -> None:
+    with MCPGRPOTrainer(adding_model, exact_answer, config(tmp_path), servers=SERVERS) as trainer:
+        assert [t.task.task_id for t in trainer.roll_out(DATASET.select([0]), num_generations=2)] == ["sum-0"] * 2
+        assert 0 <= trainer.evaluate(DATASET.select([0]))["eval_reward"] <= 1
+        with pytest.raises(SettingsError, match=r"no tasks to train on.*`train_dataset`"):
+            trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "README.md").exists()
 
 
 def test_a_batch_that_mixes_tasks_in_a_group_is_refused(tmp_path: Path, adding_model: str) -> None:
@@ -413,6 +424,28 @@ def test_a_row_without_the_needed_columns_is_refused_before_anything_starts(tmp_
 def test_a_task_that_names_a_server_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "servers": ["sum"]}]
     refuse(CatalogError, "'sum'", "'sum-0'", "sums", rows=rows, args=config(tmp_path))
+
+
+def test_tasks_that_cannot_be_rewarded_are_refused_with_their_number_and_all_that_is_wrong(tmp_path: Path) -> None:
+    rows = [{**row, "answer": None, "tools": None} for row in ROWS]
+    refuse(TaskFormatError, "`exact_answer`, 4 tasks ('sum-0'", "and 1 more", rows=rows, args=config(tmp_path))
+    rows[3]["tools"] = ["ad"]
+    refuse(CatalogError, "tool 'ad' (1 task: 'sum-3')", "`add`", "4 tasks ('sum-0'", rows=rows, args=config(tmp_path))
+
+
+def test_a_reward_that_cannot_be_called_is_refused_and_one_of_somebody_s_own_is_not_tried(tmp_path: Path) -> None:
+    def colourful(completions: list, hue: list, **kwargs: Any) -> list[float]:
+        raise AssertionError
+
+    with pytest.raises(SettingsError, match=r"`colourful` cannot be called: missing a required.*'hue'"):
+        MCPGRPOTrainer("no-such-model", colourful, config(tmp_path), DATASET, servers=SERVERS)
+    hued = DATASET.map(lambda row: {"hue": row["colour"], "answer": None})
+    with pytest.raises(OSError, match="load the files"):  # it got as far as the model
+        MCPGRPOTrainer("no-such-model", colourful, config(tmp_path), hued, servers=SERVERS)
+
+
+def test_settings_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
+    refuse(SettingsError, "`top_p=0.5`", "`tools` and `servers`", tools=[print], args=config(tmp_path, top_p=0.5))
 
 
 def test_a_task_that_names_a_tool_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mcp_grpo.types import Exchange, Message, Segment, StopReason, Task, ToolCal
 
 COLUMN = "solution"
 _AT_ONCE = 16
+_MAX_TASKS = 3  # named in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +62,64 @@ def run_solutions(tasks: Sequence[Task], servers: Any, *, timeout: float = 120.0
     broken = [one for one in run_solutions(tasks, desk_servers()) if one.problems]
     ```
     """
-    for task in tasks:
-        if not isinstance(task.metadata.get(COLUMN), Mapping):
-            raise TaskFormatError(
-                f"Task {task.task_id!r} has no `{COLUMN}` to run. Tasks of `mcp-grpo tasks build` have one; write one for "
-                "yours, or leave them out."
-            )
+    check_solution_forms(tasks)
     with start_blocking_portal(name="mcp-grpo-solutions") as portal:  # a notebook has a loop in this thread already
         return portal.call(_run_all, tasks, servers, timeout)
+
+
+def called_tools(task: Task) -> list[str]:
+    """
+    Name the tools that the scripted solution of a task calls.
+
+    Args:
+        task ([`Task`]):
+            The task.
+
+    Returns:
+        `list[str]`: Their names; none if it has no solution, and not those of steps that are to fail.
+    """
+    script = task.metadata.get(COLUMN)
+    if script is None:
+        return []
+    return [call["name"] for step in script["steps"] if not step.get("fails") for call in step["calls"]]
+
+
+def check_solution_forms(tasks: Sequence[Task]) -> None:
+    """
+    Refuse tasks without a scripted solution that could be run.
+
+    Args:
+        tasks (`Sequence[Task]`):
+            The tasks.
+
+    Raises:
+        [`TaskFormatError`]: If there is one; the message has all of them.
+    """
+    without = [repr(task.task_id) for task in tasks if not isinstance(task.metadata.get(COLUMN), Mapping)]
+    if without:
+        of_them = f"Task {without[0]} has" if len(without) == 1 else f"{len(without)} tasks ({_few(without)}) have"
+        raise TaskFormatError(
+            f"{of_them} no `{COLUMN}` to run. Tasks of `mcp-grpo tasks build` have one; write one for yours, or leave them "
+            "out."
+        )
+    wrong = [repr(task.task_id) for task in tasks if not _is_script(task.metadata[COLUMN])]
+    if wrong:
+        raise TaskFormatError(
+            f"The `{COLUMN}` of {_few(wrong)} cannot be run. It must be of the form "
+            '{"steps": [{"calls": [{"name": "...", "arguments": {...}}]}], "final": "..."}.'
+        )
+
+
+def _is_script(script: Any) -> bool:
+    try:
+        named = [(call["name"], dict(call["arguments"])) for step in script["steps"] for call in step["calls"]]
+    except (KeyError, TypeError, ValueError):
+        return False
+    return all(isinstance(name, str) for name, _ in named) and isinstance(script.get("final"), str)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_TASKS]) + (f" and {len(names) - _MAX_TASKS} more" if len(names) > _MAX_TASKS else "")
 
 
 async def _run_all(tasks: Sequence[Task], servers: Any, timeout: float) -> list[Solution]:

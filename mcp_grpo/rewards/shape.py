@@ -81,9 +81,9 @@ def efficiency(
     def share(attempt: Trajectory, reward: Any) -> float | None:
         if reward is None:
             return None
+        enough = max(1, _budget(attempt.task, column) if budget is None else budget)
         if total(reward) < 1:
             return 0.0
-        enough = max(1, _budget(attempt.task, column) if budget is None else budget)
         used = len(attempt.exchanges) if unit == "calls" else attempt.num_turns
         return enough / max(enough, used)
 
@@ -92,6 +92,7 @@ def efficiency(
         return [share(attempt, reward) for attempt, reward in zip(trajectory, rewards, strict=True)]
 
     efficiency_reward.__name__ = "efficiency"
+    efficiency_reward.__dict__["outcome"] = outcome  # for `checks`, which calls no function of others
     return efficiency_reward
 
 

@@ -1,7 +1,7 @@
 """Whether a trajectory has left its servers in the expected state."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
@@ -119,6 +119,10 @@ def matches_state(got: Any, expected: Any) -> bool:
 
 def _expected(task: Task) -> dict[str, Any]:
     expected = task.metadata.get(COLUMN)
+    if expected and not isinstance(expected, Mapping):
+        raise TaskFormatError(
+            f"`{COLUMN}` of task {task.task_id!r} must be an object with what each server is to say, got {expected!r}."
+        )
     # A dataset gives every row the keys of all, and `None` to those it did not have.
     servers = {k: v for k, v in cast("Mapping[str, Any]", expected).items() if v is not None} if expected else {}
     if not servers:
@@ -126,7 +130,40 @@ def _expected(task: Task) -> dict[str, Any]:
             f"Task {task.task_id!r} has no `{COLUMN}` to compare with. Give every task one, such as "
             '`{"slack": {"added": []}}`, or use a reward function that does not need it.'
         )
+    try:
+        for state in servers.values():
+            _check_form(state)
+    except TaskFormatError as error:
+        raise TaskFormatError(f"`{COLUMN}` of task {task.task_id!r}: {error}") from error
     return servers
+
+
+def _check_form(expected: Any) -> None:
+    """Refuse what makes no sense wherever it stands, also where what was got would never come to it."""
+    inner: Iterable[Any] = ()
+    if isinstance(expected, Mapping):
+        mapping = cast("Mapping[str, Any]", expected)
+        inner = _checked_inner(_operator(mapping), mapping)
+    elif isinstance(expected, list | tuple):
+        inner = cast("Sequence[Any]", expected)
+    for value in inner:
+        _check_form(value)
+
+
+def _checked_inner(operator: str | None, expected: Mapping[str, Any]) -> Iterable[Any]:
+    """Expectations within one that is itself right."""
+    _check_alone(operator, expected)
+    if operator is None:
+        return expected.values()
+    if operator in ("any_order", "one_of"):
+        return _values(operator, expected[operator])
+    if operator == "type":
+        answer_spec(expected)
+    elif operator in ("contains", "only"):
+        for piece in _pieces(operator, expected[operator]):
+            if not isinstance(piece, str):
+                answer_spec(piece)
+    return ()
 
 
 def _is_left_so(got: Any, expected: Any) -> bool:
@@ -142,17 +179,21 @@ def _operator(expected: Mapping[str, Any]) -> str | None:
     return next((key for key in expected if key in _OPERATORS or key == "type"), None)
 
 
+def _check_alone(operator: str | None, expected: Mapping[str, Any]) -> None:
+    if operator not in (None, "type") and len(expected) > 1:
+        raise TaskFormatError(
+            f"{dict(expected)!r} mixes {operator!r} with other keys. Put it alone, or say {{'equals': ...}} for an object "
+            "with such keys."
+        )
+
+
 def _matches_mapping(got: Any, expected: Mapping[str, Any]) -> bool:
     operator = _operator(expected)
     if operator == "type":
         answer_spec(expected)
         return isinstance(got, str | int | float) and matches_answer(_as_text(got), expected)
     if operator is not None:
-        if len(expected) > 1:
-            raise TaskFormatError(
-                f"{dict(expected)!r} mixes {operator!r} with other keys. Put it alone, or say {{'equals': ...}} for an object "
-                "with such keys."
-            )
+        _check_alone(operator, expected)
         return _OPERATORS[operator](got, expected[operator])
     if not isinstance(got, Mapping):
         return False
@@ -175,7 +216,7 @@ def _in_any_order(got: Any, expected: Any) -> bool:
 
 
 def _contains(got: Any, expected: Any) -> bool:
-    pieces = [expected] if isinstance(expected, str | Mapping) else _values("contains", expected)
+    pieces = _pieces("contains", expected)
     return isinstance(got, str) and all(_has(got, piece) for piece in pieces)
 
 
@@ -186,7 +227,7 @@ def _has(text: str, piece: Any) -> bool:
 
 
 def _only(got: Any, expected: Any) -> bool:
-    pieces = [expected] if isinstance(expected, str | Mapping) else _values("only", expected)
+    pieces = _pieces("only", expected)
     return isinstance(got, str) and gives_only(got, pieces)
 
 
@@ -198,6 +239,10 @@ def _values(operator: str, expected: Any) -> Sequence[Any]:
     if not isinstance(expected, list | tuple):
         raise TaskFormatError(f"{operator!r} takes a list, got {expected!r}.")
     return cast("Sequence[Any]", expected)
+
+
+def _pieces(operator: str, expected: Any) -> Sequence[Any]:
+    return [expected] if isinstance(expected, str | Mapping) else _values(operator, expected)
 
 
 def _as_text(value: Any) -> str:

@@ -59,11 +59,12 @@ def is_done(trajectory: Trajectory) -> bool:
         raise TaskFormatError(
             f"Task {task.task_id!r} has neither an `answer` nor an `{COLUMN}` to compare with. Give every task one of them."
         )
-    if wants_state and not is_as_expected(trajectory):
-        return False
+    # Both are looked at in any case, so that a task is found wrong by the first attempt at it.
+    is_right = [is_as_expected(trajectory)] if wants_state else []
     if task.answer is None:
-        return True
-    if not is_matched(trajectory):
+        return all(is_right)
+    is_right.append(is_matched(trajectory))
+    if not all(is_right):
         return False
     is_refusal = answer_spec(task.answer)["type"] == "refusal"
     if task.metadata.get(SYMBOLS) is None:

@@ -66,6 +66,11 @@ class RolloutEngine:
         return self._pool.catalog
 
     @property
+    def state_servers(self) -> tuple[str, ...]:
+        """The servers that say what a trajectory has left behind."""
+        return self._pool.state_servers
+
+    @property
     def secrets(self) -> tuple[str, ...]:
         """Keys and tokens that the servers were given, which nobody else is to see."""
         return tuple(secret for config in self._pool.configs for secret in config.secret_values)

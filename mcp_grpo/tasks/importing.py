@@ -14,23 +14,11 @@ from typing import Any, cast
 from datasets import Dataset
 
 from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.tasks.aliases import ALIASES, plain_text, read_aliases
 from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.tasks.loading import read_rows
 from mcp_grpo.tasks.rows import MAX_TURNS, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, refuse, row_problems, shown
 
-
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "task_id": ("task_id", "id", "uid", "uuid"),
-    "prompt": ("prompt", "question", "query", "messages", "input", "instruction", "task"),
-    "tools": ("tools", "available_tools", "allowed_tools", "tool_names", "required_tools"),
-    "difficulty": ("difficulty", "level"),
-    "answer": (
-        "answer", "expected_answer", "ground_truth", "target", "solution", "expected_output", "reference_answer"
-    ),
-    "max_turns": ("max_turns", "max_steps"),
-    "servers": ("servers",),
-}  # fmt: skip
-"""Names that each column is known by, the likeliest first."""
 
 ANSWER_TYPES = ("number", "date", "name", "set", "list", "boolean", "refusal")
 """Types of answers that [`~mcp_grpo.rewards.answer_match`] knows."""
@@ -133,7 +121,7 @@ def import_tasks(path: str | Path, split: str | None = None) -> tuple[Dataset, I
         path (`str` or `Path`):
             A JSON, JSON Lines or Parquet file.
         split (`str`, *optional*):
-            Key of the list in a JSON file that has more than one.
+            Key of the list in a JSON file; needed if it has more than one, such as `{"train": [...], "validation": [...]}`.
 
     Returns:
         `tuple[Dataset, ImportReport]`: The tasks, as [`load_tasks`] returns them, and what became of the file. Raises
@@ -188,7 +176,7 @@ class _Importer:
         if original in self._originals:
             self._duplicates.append(name)
             return
-        task, sources, unreadable = _mapped(row)
+        task, sources, unreadable = read_aliases(row)
         if "prompt" not in task:
             reason = f"There is no question in it: no text under any of {list(ALIASES['prompt'])}. Its columns are {sorted(row)}."
             self.refused.append((name, reason))
@@ -263,87 +251,6 @@ class _Importer:
         return task_id
 
 
-def _mapped(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """The columns of a task, where each came from, and what could not be understood."""
-    task: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    unreadable: dict[str, Any] = {}
-    for column, read in _READERS.items():
-        for path, value in _candidates(row, ALIASES[column]):
-            if path in sources.values():
-                continue
-            understood = read(value)
-            if understood is not None:
-                task[column], sources[column] = understood, path
-                unreadable.pop(column, None)
-                break
-            if column != "prompt":
-                unreadable.setdefault(column, value)
-    if sources.get("prompt") in ("input", "instruction") and _text(row.get("instruction")) and _text(row.get("input")):
-        task["prompt"] = f"{row['instruction'].strip()}\n\n{row['input'].strip()}"
-        sources["prompt"] = "instruction + input"
-    return task, sources, unreadable
-
-
-def _candidates(row: Mapping[str, Any], aliases: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Values under one of these names, those at the top of the row first; letter case does not matter."""
-    levels = [("", row)] + [
-        (f"{column}.", cast("Mapping[str, Any]", value)) for column, value in row.items() if isinstance(value, Mapping)
-    ]
-    for prefix, level in levels:
-        by_name = {str(key).lower(): key for key in level}
-        for alias in aliases:
-            if (key := by_name.get(alias)) is not None and level[key] is not None:
-                yield f"{prefix}{key}", level[key]
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value.strip() else None
-
-
-def _prompt(value: Any) -> Any:
-    if isinstance(value, list) and value and not row_problems({"task_id": "", "prompt": value}):
-        return cast("list[Any]", value)
-    return _text(value)
-
-
-def _label(value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value).strip() or None
-
-
-def _difficulty(value: Any) -> str | None:
-    label = _label(value)
-    return None if label is None else label.lower()
-
-
-def _max_turns(value: Any) -> int | None:
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _tools(value: Any) -> list[str] | None:
-    """Names of tools, also of those that are described as chat templates take them."""
-    if isinstance(value, str):
-        value = [name.strip() for name in value.split(",")]
-    if isinstance(value, Mapping):
-        value = list(cast("Mapping[Any, Any]", value))
-    if not isinstance(value, list):
-        return None
-    names = [_tool(tool) for tool in cast("list[Any]", value)]
-    return None if not names or None in names else list(dict.fromkeys(cast("list[str]", names)))
-
-
-def _tool(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        tool = cast("Mapping[str, Any]", value)
-        inner: Any = tool.get("function", tool)
-        value = inner if isinstance(inner, str) else cast("Mapping[str, Any]", inner).get("name")
-    return _text(value)
-
-
 def _is_comparable(answer: Any) -> bool:
     """Whether it looks like an answer to compare with: a value, a list of values, or an object that says its type."""
     if isinstance(answer, Mapping):
@@ -353,22 +260,7 @@ def _is_comparable(answer: Any) -> bool:
         return bool(values) and not any(
             isinstance(value, list | bool) or not _is_comparable(value) for value in values
         )
-    return _text(answer) is not None if isinstance(answer, str) else isinstance(answer, int | float)
-
-
-def _anything(value: Any) -> Any:
-    return value
-
-
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "prompt": _prompt,
-    "task_id": _label,
-    "servers": _tools,
-    "tools": _tools,
-    "max_turns": _max_turns,
-    "difficulty": _difficulty,
-    "answer": _anything,
-}
+    return plain_text(answer) is not None if isinstance(answer, str) else isinstance(answer, int | float)
 
 
 def _without(row: Mapping[str, Any], column: str) -> dict[str, Any]:

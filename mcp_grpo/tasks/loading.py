@@ -4,6 +4,8 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import json
+import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +16,16 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from mcp_grpo.errors import TaskFormatError
+from mcp_grpo.tasks.aliases import is_importable, unread_columns
 from mcp_grpo.tasks.columns import dataset_from_rows
-from mcp_grpo.tasks.rows import checked_tasks, refuse, shown
+from mcp_grpo.tasks.rows import checked_tasks, refuse, row_problems, shown
 
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")
 LIST_KEYS = ("tasks", "data")  # under which a JSON file may have its list
+_NUM_LOOKED_AT = 100  # rows that are no tasks, to see whether they would become some
 
 TaskSource = str | Path | Dataset | DatasetDict
 
@@ -30,8 +36,8 @@ def load_tasks(source: TaskSource, split: str | None = None) -> Dataset:
 
     Args:
         source (`str`, `Path`, [`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
-            A JSON file (a list of tasks, or an object with the list under `"tasks"`, `"data"` or the name of the split), a
-            JSON Lines file, a Parquet file, a folder written by `Dataset.save_to_disk`, the id of a dataset on the Hub,
+            A JSON file (a list of tasks, or an object with the list under `"tasks"`, `"data"`, the name of the split, or any
+            name if there is only one), a JSON Lines file, a Parquet file, a folder written by `Dataset.save_to_disk`, the id of a dataset on the Hub,
             or a dataset.
         split (`str`, *optional*):
             Which split, where the source has more than one.
@@ -91,6 +97,8 @@ def read_rows(path: Path, split: str | None = None) -> SourceRows:
         [`SourceRows`]: The rows, and what is wrong with lines that hold none.
     """
     suffix = path.suffix.lower()
+    if suffix != ".json":
+        _refuse_split(path, split)
     if suffix == ".parquet":
         return SourceRows(_parquet(path).to_list(), lambda number: f"row {number}")
     if suffix not in SUFFIXES:
@@ -102,17 +110,80 @@ def read_rows(path: Path, split: str | None = None) -> SourceRows:
     return _json_rows(path, text, split) if suffix == ".json" else _line_rows(text)
 
 
+def split_names(path: Path) -> list[str]:
+    """
+    Name the lists of a JSON file that has more than one.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `list[str]`: Their keys; none if there is only one list.
+    """
+    if path.suffix.lower() != ".json":
+        return []
+    content = _json(path, _text(path))
+    names = list(_lists(cast("dict[str, Any]", content))) if isinstance(content, dict) else []
+    return names if len(names) > 1 else []
+
+
 def _load_file(path: Path, split: str | None) -> Dataset:
     if path.suffix.lower() == ".parquet":
+        _refuse_split(path, split)
         dataset = _parquet(path)
-        refuse(checked_tasks(dataset)[1], repr(str(path)))
+        problems = checked_tasks(dataset)[1]
+        refuse(problems, repr(str(path)), _import_advice(path, list(dataset), split) if problems else "")
+        _warn_of_unread(path, dataset, split)
         return dataset
     read = read_rows(path, split)
     _, problems = checked_tasks(read.rows, name_row=read.name_row)
-    refuse(read.problems + problems, repr(str(path)))
+    refuse(read.problems + problems, repr(str(path)), _import_advice(path, read.rows, split) if problems else "")
     if not read.rows:
         raise TaskFormatError(f"The file {str(path)!r} holds no tasks.")
-    return dataset_from_rows(read.rows)
+    dataset = dataset_from_rows(read.rows)
+    _warn_of_unread(path, dataset, split)
+    return dataset
+
+
+def import_command(path: Path, split: str | None = None) -> str:
+    """
+    Return the command that makes tasks of a file which names things in its own way.
+
+    Args:
+        path (`Path`):
+            The file.
+        split (`str`, *optional*):
+            Which of its lists.
+
+    Returns:
+        `str`: The command, to be run in a shell.
+    """
+    output = path.with_name(f"{path.stem}_tasks.jsonl" if split is None else f"{path.stem}_{split}.jsonl")
+    words = ["mcp-grpo", "tasks", "import", str(path), str(output), *(["--split", split] if split else [])]
+    return shlex.join(words)
+
+
+def _import_advice(path: Path, rows: Sequence[Any], split: str | None) -> str:
+    wrong = [row for row in rows if row_problems(row)]
+    if not any(map(is_importable, wrong[:_NUM_LOOKED_AT])):
+        return ""
+    return (
+        "\nThe file looks like one that names things in its own way. Turn it into tasks first:\n  "
+        f"{import_command(path, split)}"
+    )
+
+
+def _warn_of_unread(path: Path, dataset: Dataset, split: str | None) -> None:
+    unread = unread_columns(dataset.column_names)
+    if unread:
+        logger.warning(
+            "%r has no %s, but %s, which tasks do not read. If that is meant, turn the file into tasks first: %s",
+            str(path),
+            ", ".join(f"`{column}`" for column in unread.values()),
+            ", ".join(f"`{name}`" for name in unread),
+            import_command(path, split),
+        )
 
 
 def _text(path: Path) -> str:
@@ -126,26 +197,52 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _json_rows(path: Path, text: str, split: str | None) -> SourceRows:
+def _json(path: Path, text: str) -> Any:
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         advice = " If it has one task per line, name it `.jsonl`." if error.msg == "Extra data" else ""
         raise TaskFormatError(
             f"{str(path)!r} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.{advice}"
         ) from error
+
+
+def _json_rows(path: Path, text: str, split: str | None) -> SourceRows:
+    content = _json(path, text)
     if isinstance(content, list):
+        _refuse_split(path, split)
         return SourceRows(cast("list[Any]", content), lambda number: f"row {number}")
     found: Mapping[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
-    for key in [split] if split is not None else LIST_KEYS:
-        if key in found and isinstance(found[key], list):
-            return SourceRows(found[key], lambda number: f"row {number}")
+    lists = _lists(found)
+    if split is None and len(lists) > 1:
+        counts = ", ".join(f"{name!r} ({len(rows)} rows)" for name, rows in lists.items())
+        folder = path.with_suffix("")
+        raise TaskFormatError(
+            f"{str(path)!r} has more than one list: {counts}. Name one with `--split` (`split=` in Python), or write a file of "
+            f"tasks for each: {shlex.join(['mcp-grpo', 'tasks', 'import', str(path), str(folder)])}"
+        )
+    rows = next(iter(lists.values()), None) if split is None else found.get(split)
+    if isinstance(rows, list):
+        return SourceRows(cast("list[Any]", rows), lambda number: f"row {number}")
     keys = f"an object with the keys {sorted(found)}" if found else shown(content)
     wanted = f"the key {split!r}" if split is not None else " or ".join(f"the key {key!r}" for key in LIST_KEYS)
     raise TaskFormatError(
         f"{str(path)!r} must hold a list of tasks, or an object with {wanted} for that list, got {keys}."
-        + ("" if split is not None else " Name one of them with `split`, if that is the list.")
     )
+
+
+def _lists(content: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The lists of rows in an object: that under a name which says so, or else all of them."""
+    lists = {str(key): cast("list[Any]", value) for key, value in content.items() if isinstance(value, list)}
+    for key in LIST_KEYS:
+        if key in lists:
+            return {key: lists[key]}
+    return {key: rows for key, rows in lists.items() if rows and all(isinstance(row, dict) for row in rows)}
+
+
+def _refuse_split(path: Path, split: str | None) -> None:
+    if split is not None:
+        raise TaskFormatError(f"{str(path)!r} has no splits, got `split={split!r}`. Leave `split` out.")
 
 
 def _line_rows(text: str) -> SourceRows:

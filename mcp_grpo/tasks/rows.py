@@ -101,7 +101,7 @@ def checked_tasks(
     return tasks, problems
 
 
-def refuse(problems: Sequence[tuple[str, str]], source: str) -> None:
+def refuse(problems: Sequence[tuple[str, str]], source: str, advice: str = "") -> None:
     """
     Raise for all problems at once, if there are any.
 
@@ -110,6 +110,8 @@ def refuse(problems: Sequence[tuple[str, str]], source: str) -> None:
             The name of a row with each of its problems. Rows with the same problem are named together.
         source (`str`):
             Where the rows come from, in words. Raises [`TaskFormatError`].
+        advice (`str`, *optional*):
+            What to do about all of them.
     """
     if not problems:
         return
@@ -120,7 +122,7 @@ def refuse(problems: Sequence[tuple[str, str]], source: str) -> None:
     more = f"\n  and {len(lines) - _MAX_PROBLEMS} more" if len(lines) > _MAX_PROBLEMS else ""
     num_rows = len({row for row, _ in problems})
     are = "row of {} is not a task" if num_rows == 1 else "rows of {} are not tasks"
-    raise TaskFormatError(f"{num_rows} {are.format(source)}:\n" + "\n".join(lines[:_MAX_PROBLEMS]) + more)
+    raise TaskFormatError(f"{num_rows} {are.format(source)}:\n" + "\n".join(lines[:_MAX_PROBLEMS]) + more + advice)
 
 
 def row_problems(row: Any) -> list[str]:

@@ -1,15 +1,14 @@
 """The tools of all open servers: listed once, frozen for the run, and the names the prompt gives them."""
 
-import difflib
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import mcp.types as types
 from jsonschema.protocols import Validator
@@ -27,14 +26,15 @@ from mcp_grpo.tools.arguments import (
     unsendable,
 )
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.names import MAX_NAMES, nearest_first, ranked, shortlist
 from mcp_grpo.types import Task
 
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_LENGTH = 100  # of a name that does not exist, in a message
-MAX_NAMES = 30  # of the names listed in a message; some servers have hundreds of tools
-
+_MAX_NEAREST = 3  # names that may have been meant by another
+_MAX_TASKS = 3  # named for one mismatch
+_MAX_MISMATCHES = 50  # in one message
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # what function names in prompts are made of
 
 
@@ -207,17 +207,11 @@ class Catalog:
         Returns:
             `tuple[Tool, ...]`: In the order of the catalog.
         """
-        servers = self.servers if task.servers is None else task.servers
-        for server in servers:
-            if server not in self.servers:
-                raise CatalogError(
-                    f"Task {task.task_id!r} names the server {server!r}, which is not configured. "
-                    f"The servers are {nearest_first(server, self.servers)}."
-                )
-        offered = tuple(tool for tool in self.tools if tool.server in servers)
+        self.check(task)
+        offered = self._offered(task)
         if task.tools is None:
             return offered
-        chosen = {_find(name, offered, task).name for name in task.tools}
+        chosen = {tool.name for name in task.tools for tool in _found(name, offered)}
         return tuple(tool for tool in offered if tool.name in chosen)
 
     def check(self, *tasks: Task) -> None:
@@ -226,10 +220,104 @@ class Catalog:
 
         Args:
             tasks ([`Task`]):
-                Tasks to check. Raises [`CatalogError`], which lists what exists.
+                Tasks to check.
+
+        Raises:
+            [`CatalogError`]: If there is such a task; the message is that of [`mismatches`], and lists what exists.
         """
+        if found := self.mismatches(tasks):
+            raise CatalogError(self.told(found))
+
+    def mismatches(self, tasks: Iterable[Task], calls: Callable[[Task], Iterable[str]] | None = None) -> list[str]:
+        """
+        Compare all that tasks name with what exists.
+
+        Args:
+            tasks (`Iterable[Task]`):
+                Tasks to check.
+            calls (`Callable[[Task], Iterable[str]]`, *optional*):
+                Gives the tools that a task's own script calls, which must be among those it may use.
+
+        Returns:
+            `list[str]`: One clause for each name that means nothing, with the number of tasks that have it, the first of
+            them, and the nearest names that exist.
+        """
+        tasks_of: dict[_Wrong, list[str]] = {}
         for task in tasks:
-            self.tools_for(task)
+            for wrong in self._wrong(task, () if calls is None else calls(task)):
+                tasks_of.setdefault(wrong, []).append(task.task_id)
+        return [self._told(wrong, task_ids) for wrong, task_ids in tasks_of.items()]
+
+    def told(self, mismatches: Sequence[str]) -> str:
+        """
+        Tell of mismatches in one message.
+
+        Args:
+            mismatches (`Sequence[str]`):
+                What [`mismatches`] has found.
+
+        Returns:
+            `str`: A line for each, and what exists.
+        """
+        count = "1 name in the tasks does" if len(mismatches) == 1 else f"{len(mismatches)} names in the tasks do"
+        lines = "".join(f"\n  - {mismatch}" for mismatch in mismatches[:_MAX_MISMATCHES])
+        more = len(mismatches) - _MAX_MISMATCHES
+        lines += f"\n  and {more} more" if more > 0 else ""
+        tools = shortlist([f"`{tool.name}`" for tool in self.tools], MAX_NAMES) or "none"
+        servers = ", ".join(f"`{server}`" for server in self.servers) or "none"
+        return f"{count} not fit the servers:{lines}\n  The servers are {servers}; their tools are {tools}."
+
+    def _offered(self, task: Task) -> tuple[Tool, ...]:
+        servers = self.servers if task.servers is None else task.servers
+        return tuple(tool for tool in self.tools if tool.server in servers)
+
+    def _wrong(self, task: Task, calls: Iterable[str]) -> Iterator["_Wrong"]:
+        """All names of one task that mean nothing, or more than one thing."""
+        unknown = [server for server in dict.fromkeys(task.servers or ()) if server not in self.servers]
+        yield from (_Wrong("server", server) for server in unknown)
+        if unknown and not any(server in self.servers for server in task.servers or ()):
+            task = replace(task, servers=None)  # what its tools could be is not known; that they exist can be
+        offered = self._offered(task)
+        usable = offered if task.tools is None else [t for name in task.tools for t in _found(name, offered)]
+        for name in dict.fromkeys(task.tools or ()):
+            if len(_found(name, offered)) != 1:
+                yield _Wrong("tool", name, task.servers)
+        for name in dict.fromkeys(calls):
+            # What is wrong in `tools` has been said, and a script may well call it.
+            if name not in {tool.name for tool in usable} and name not in (task.tools or ()):
+                yield _Wrong("solution", name, task.servers)
+
+    def _told(self, wrong: "_Wrong", task_ids: Sequence[str]) -> str:
+        number = "1 task" if len(task_ids) == 1 else f"{len(task_ids)} tasks"
+        who = f"({number}: {shortlist([repr(task_id) for task_id in task_ids], _MAX_TASKS)})"
+        if wrong.what == "server":
+            return (
+                f"server {wrong.name!r} {who} is not configured. The nearest names are "
+                f"{_nearest(wrong.name, self.servers)}."
+            )
+        what = f"tool {wrong.name!r} {who}" if wrong.what == "tool" else f"tool {wrong.name!r} in a `solution` {who}"
+        everywhere = _found(wrong.name, self.tools)
+        here = [tool for tool in everywhere if wrong.servers is None or tool.server in wrong.servers]
+        if not everywhere:
+            nearest = _nearest(wrong.name, [tool.name for tool in self.tools])
+            return f"{what} does not exist. The nearest names are {nearest}."
+        if not here:
+            return (
+                f"{what} is offered by {_names(tool.server for tool in everywhere)}, which is not among the task's `servers`: "
+                f"{_names(wrong.servers or ())}. Add it there, or leave `servers` out."
+            )
+        if wrong.what == "solution" and wrong.name in {tool.name for tool in here}:
+            return f"{what} is not among the task's `tools`. Add it there."
+        return f"{what} could be any of {_names(tool.name for tool in here)}. Use one of these names."
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """A name that means nothing where it stands."""
+
+    what: Literal["server", "tool", "solution"]
+    name: str
+    servers: tuple[str, ...] | None = None
 
 
 def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[types.Tool, ...]:
@@ -252,23 +340,25 @@ def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[t
         "reset_tool": () if config.reset_tool is None else (config.reset_tool,),
         "state_tool": () if config.state_tool is None else (config.state_tool,),
     }
-    for option, wanted in named.items():
-        for name in wanted:
-            if name not in names:
-                raise CatalogError(
-                    f"`{option}` of server {config.name!r} names {name!r}, which it does not offer. "
-                    f"Its tools are {nearest_first(name, names)}."
-                )
+    wrong = [
+        f"`{option}` of server {config.name!r} names {name!r}, which it does not offer. Its tools are "
+        f"{nearest_first(name, names)}."
+        for option, wanted in named.items()
+        for name in wanted
+        if name not in names
+    ]
     allowed = names if config.allowed_tools is None else config.allowed_tools
     hidden = (config.reset_tool, config.state_tool)
     offered = tuple(tool for tool in listed if tool.name in allowed and tool.name not in hidden)
     arguments = dict.fromkeys(argument for tool in offered for argument in properties(tool.input_schema))
-    for alias, argument in config.argument_aliases.items():
-        if argument not in arguments:
-            raise CatalogError(
-                f"`argument_aliases` of server {config.name!r} takes {alias!r} for {argument!r}, which no tool of it has. "
-                f"Their arguments are {nearest_first(argument, arguments)}."
-            )
+    wrong += [
+        f"`argument_aliases` of server {config.name!r} takes {alias!r} for {argument!r}, which no tool of it has. Their "
+        f"arguments are {nearest_first(argument, arguments)}."
+        for alias, argument in config.argument_aliases.items()
+        if argument not in arguments
+    ]
+    if wrong:
+        raise CatalogError("\n".join(wrong))
     return offered
 
 
@@ -318,35 +408,15 @@ def _prompt_name(name: str) -> str:
     return _NOT_IN_NAMES.sub("_", name)
 
 
-def _find(name: str, offered: Sequence[Tool], task: Task) -> Tool:
-    found = [tool for tool in offered if tool.name == name] or [tool for tool in offered if tool.tool == name]
-    if not found:
-        raise CatalogError(
-            f"Task {task.task_id!r} names the tool {name!r}, which its servers do not offer. "
-            f"The tools are {nearest_first(name, [tool.name for tool in offered])}."
-        )
-    if len(found) > 1:
-        raise CatalogError(
-            f"Task {task.task_id!r} names the tool {name!r}, which could be any of {[tool.name for tool in found]}. "
-            f"Use one of these names."
-        )
-    return found[0]
+def _found(name: str, tools: Iterable[Tool]) -> list[Tool]:
+    """The tools that a name may stand for: that of this name in the prompt, or those of this bare name."""
+    tools = list(tools)
+    return [tool for tool in tools if tool.name == name] or [tool for tool in tools if tool.tool == name]
 
 
-def nearest_first(name: str, names: Iterable[str]) -> str:
-    """
-    A list of names for a message, the likeliest meant first.
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
-    Args:
-        name (`str`):
-            What was written.
-        names (`Iterable[str]`):
-            What could have been meant.
 
-    Returns:
-        `str`: Such as `` `read`, `write` and 200 more ``.
-    """
-    name = name[:MAX_NAME_LENGTH]  # a policy may well write the same letters thousands of times
-    ranked = sorted(names, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
-    shown = ", ".join(f"`{other}`" for other in ranked[:MAX_NAMES]) or "none"
-    return shown + (f" and {len(ranked) - MAX_NAMES} more" if len(ranked) > MAX_NAMES else "")
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return _names(ranked(name, names)[:_MAX_NEAREST]) or "none"

@@ -18,10 +18,11 @@ from anyio.abc import TaskGroup
 
 from mcp_grpo.errors import CatalogError, ToolServerError
 from mcp_grpo.tools.cassette import Cassette
-from mcp_grpo.tools.catalog import MAX_NAME_LENGTH, Catalog, Tool, nearest_first
+from mcp_grpo.tools.catalog import Catalog, Tool
 from mcp_grpo.tools.http import shared_connections
 from mcp_grpo.tools.isolation import open_server
 from mcp_grpo.tools.loading import Servers, load_servers
+from mcp_grpo.tools.names import MAX_NAME_LENGTH, nearest_first
 from mcp_grpo.tools.observation import with_repairs
 from mcp_grpo.tools.seat import Seat
 from mcp_grpo.tools.server import OpenServer
@@ -72,6 +73,11 @@ class ToolPool:
         if self._catalog is None:
             raise RuntimeError("The pool is not open. Use it inside `async with`.")
         return self._catalog
+
+    @property
+    def state_servers(self) -> tuple[str, ...]:
+        """The servers that say what a trajectory has left behind, by their `state_tool`."""
+        return tuple(self._state_tools)
 
     async def __aenter__(self) -> Self:
         if self._tasks is not None:

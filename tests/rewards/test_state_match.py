@@ -126,6 +126,11 @@ def test_json_is_compared_as_the_expectation_says(got: Any, expected: Any, is_ma
         ({"slack": {"added": {"any_order": 3}}}, "'any_order' takes a list"),
         ({"slack": {"added": {"only": 3}}}, "'only' takes a list"),
         ({"slack": {"added": {"type": "colour"}}}, "'colour'"),
+        (
+            {"slack": {"added": [{"text": {"contains": [{"type": "colour"}]}}]}},
+            "'colour'",
+        ),  # nothing was added to compare
+        ("posted", "must be an object"),
     ],
 )
 def test_an_expectation_that_makes_no_sense_names_the_task(expected: Any, words: str) -> None:

@@ -30,12 +30,28 @@ def imported(folder: Path, *rows: Any) -> tuple[list[Task], ImportReport]:
         {"ID": "7", "input": {"question": "Q", "tool_names": [{"name": "f"}]}, "output": {"solution": 3}}
         | {"meta": {"level": "easy"}},
         {"id": "7", "instruction": "Q", "tools": ["f", "f"], "answer": 3, "difficulty": "easy"},
+        {"id": "7", "question": "Q", "tools_available": ["f"], "answer": 3, "complexity": "Easy"},
     ],
 )
 def test_the_usual_names_are_known(row: dict[str, Any], tmp_path: Path) -> None:
     (task,), _ = imported(tmp_path, row)
     assert (task.task_id, task.prompt[0]["content"], task.tools, task.answer) == ("7", "Q", ("f",), 3)
     assert (task.difficulty, task.max_turns) == ("easy", 5)
+
+
+def test_a_split_is_a_list_of_the_file_and_several_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"train": [{"question": "A"}, {"question": "B"}], "validation": [{"question": "C"}]}))
+    assert [len(import_tasks(path, split)[0]) for split in ("train", "validation")] == [2, 1]
+    with pytest.raises(TaskFormatError, match=r"'train' .*'validation' .*--split"):
+        import_tasks(path)
+
+
+def test_a_scripted_solution_is_no_answer(tmp_path: Path) -> None:
+    (task,), report = imported(tmp_path, {"id": "a", "question": "Q", "solution": {"steps": [], "final": ""}})
+    assert task.answer is None
+    assert dict(task.metadata) == {"solution": {"steps": [], "final": ""}}
+    assert report.unreadable == {}
 
 
 def test_messages_are_a_prompt(tmp_path: Path) -> None:

@@ -101,8 +101,49 @@ def test_a_split_may_be_a_key_of_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps({"train": ROWS, "validation": ROWS[:2]}))
     assert len(load_tasks(path, "validation")) == 2
-    with pytest.raises(TaskFormatError, match=r"\['train', 'validation'\]"):
+    words = rf"'train' \({len(ROWS)} rows\), 'validation' \(2 rows\).*--split.*mcp-grpo tasks import {path} {tmp_path}/tasks$"
+    with pytest.raises(TaskFormatError, match=words):
         load_tasks(path)
+    with pytest.raises(TaskFormatError, match=r"the key 'test'.*\['train', 'validation'\]"):
+        load_tasks(path, "test")
+    path.write_text(json.dumps({"version": 1, "train": ROWS}))
+    assert len(load_tasks(path)) == len(ROWS)
+    path.write_text(json.dumps(ROWS))
+    with pytest.raises(TaskFormatError, match="has no splits"):
+        load_tasks(path, "train")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_a_file_that_needs_importing_says_so_with_the_command(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"my rows{suffix}"
+    rows = [{"question": "How many?", "tools_available": ["f"]}]
+    if suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text(json.dumps(rows) if suffix == ".json" else json.dumps(rows[0]))
+    with pytest.raises(TaskFormatError) as caught:
+        load_tasks(path)
+    command = str(caught.value).splitlines()[-1].strip()
+    assert command == f"mcp-grpo tasks import '{path}' '{tmp_path}/my rows_tasks.jsonl'"
+    hopeless = tmp_path / "hopeless.json"
+    hopeless.write_text('[{"colour": "red"}]')
+    with pytest.raises(TaskFormatError) as caught:
+        load_tasks(hopeless)
+    assert "tasks import" not in str(caught.value)
+
+
+def test_columns_that_tasks_do_not_read_but_mean_something_elsewhere_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps([{"task_id": "a", "prompt": "?", "complexity": "easy", "tools_available": ["f"]}]))
+    load_tasks(path)
+    assert "no `tools`, `difficulty`, but `tools_available`, `complexity`, which tasks do not read" in caplog.text
+    assert f"mcp-grpo tasks import {path}" in caplog.text
+    caplog.clear()
+    path.write_text(json.dumps([{"task_id": "a", "prompt": "?", "answer": 1, "target": 2, "solution": {"steps": []}}]))
+    load_tasks(path)
+    assert not caplog.text
 
 
 def test_every_problem_is_listed_at_once_with_its_line(tmp_path: Path) -> None:
@@ -148,7 +189,7 @@ def test_the_same_problem_in_many_rows_is_said_once(tmp_path: Path) -> None:
         ("tasks.json", b"[\n{},\n{]", ["line 3", "column 2"]),
         ("tasks.json", b'{"a": 1}\n{"a": 2}', ["`.jsonl`"]),
         ("tasks.json", b"3", ["list of tasks", "got 3"]),
-        ("tasks.json", b'{"rows": []}', ["'tasks'", "'data'", "['rows']", "`split`"]),
+        ("tasks.json", b'{"rows": []}', ["'tasks'", "'data'", "['rows']"]),
         ("tasks.json", b"[]", ["holds no tasks"]),
         ("tasks.jsonl", b'{"a": 1}\n{"b": "\xff"}', ["Line 2", "UTF-8"]),
         ("tasks.csv", b"task_id,prompt\n", [".jsonl", "datasets.Dataset"]),

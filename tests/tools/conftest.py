@@ -52,8 +52,8 @@ def rogue() -> Callable[..., ServerConfig]:
 def make_task() -> Callable[..., Task]:
     """Makes tasks about nothing."""
 
-    def make(**fields: Any) -> Task:
-        return Task(task_id="t", prompt=({"role": "user", "content": "?"},), **fields)
+    def make(task_id: str = "t", **fields: Any) -> Task:
+        return Task(task_id=task_id, prompt=({"role": "user", "content": "?"},), **fields)
 
     return make
 

@@ -8,6 +8,7 @@ import pytest
 from mcp_grpo.errors import CatalogError
 from mcp_grpo.tools import Catalog, ServerConfig
 from mcp_grpo.tools.catalog import catalog_changes, offered_tools
+from mcp_grpo.tools.names import ranked
 from mcp_grpo.types import Task
 
 
@@ -79,7 +80,7 @@ def test_a_task_gets_all_tools_or_those_of_its_servers_or_those_it_names(make_ta
     [
         ({"servers": ("fils",)}, ["'fils'", "`files`, `web`"]),
         ({"tools": ("serch",)}, ["'serch'", "are `search`,"]),
-        ({"servers": ("files",), "tools": ("search",)}, ["'search'", "`files__read`"]),
+        ({"servers": ("files",), "tools": ("search",)}, ["'search'", "offered by `web`", "`servers`: `files`"]),
         ({"tools": ("read",)}, ["'read'", "files__read", "web__read"]),
     ],
 )
@@ -89,6 +90,57 @@ def test_a_task_that_names_what_is_not_there_is_told_what_is(
     with pytest.raises(CatalogError) as caught:
         catalog_of(web=["search", "read"], files=["read"]).check(make_task(**fields))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_all_that_tasks_name_wrongly_is_told_at_once_each_with_the_nearest_name(
+    make_task: Callable[..., Task],
+) -> None:
+    tasks = [make_task(task_id=f"t{n}", tools=("serch", "reed")) for n in range(5)]
+    tasks += [
+        make_task(task_id="s", servers=("fils",), tools=("write",)),
+        make_task(task_id="fine", tools=("search",)),
+    ]
+    with pytest.raises(CatalogError) as caught:
+        catalog_of(web=["search"], files=["read", "write"]).check(*tasks)
+    assert str(caught.value).splitlines() == [
+        "3 names in the tasks do not fit the servers:",
+        "  - tool 'serch' (5 tasks: 't0', 't1', 't2' and 2 more) does not exist. The nearest names are `search`, `read`, `write`.",
+        "  - tool 'reed' (5 tasks: 't0', 't1', 't2' and 2 more) does not exist. The nearest names are `read`, `write`, `search`.",
+        "  - server 'fils' (1 task: 's') is not configured. The nearest names are `files`, `web`.",
+        "  The servers are `web`, `files`; their tools are `search`, `read`, `write`.",
+    ]
+
+
+def test_a_script_may_only_call_what_its_task_may_use(make_task: Callable[..., Task]) -> None:
+    catalog = catalog_of(web=["search"], files=["read", "write"])
+
+    def told(*calls: str, **fields: Any) -> list[str]:
+        return catalog.mismatches([make_task(task_id="t", **fields)], lambda task: calls)
+
+    assert told("search", "read") == []
+    (unknown,) = told("read", "reed")
+    assert "tool 'reed' in a `solution` (1 task: 't') does not exist. The nearest names are `read`" in unknown
+    (left_out,) = told("write", tools=("read",))
+    assert "'write' in a `solution` (1 task: 't') is not among the task's `tools`" in left_out
+    (elsewhere,) = told("search", servers=("files",))
+    assert "is offered by `web`, which is not among the task's `servers`: `files`" in elsewhere
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("send_slack_message", "slack_post_message"),
+        ("tavily_qna_search", "tavily_qna"),
+        ("get_stock_quote", "getQuote"),
+        ("list_slack_channels", "slack_list_channels"),
+        ("execute_python", "run_python"),
+        ("income_statement", "getIncomeStatement"),
+    ],
+)
+def test_the_nearest_name_is_that_of_the_same_words_or_of_the_heir(written: str, meant: str) -> None:
+    names = ["tavily_search", "tavily_qna", "getQuote", "getIncomeStatement", "getStockSplits", "slack_get_users"]
+    names += ["slack_post_message", "slack_list_channels", "run_python"]
+    assert ranked(written, names)[0] == meant
 
 
 def test_an_invalid_schema_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,6 +173,13 @@ def test_an_option_that_names_what_the_server_has_not_is_told_what_it_has(
     with pytest.raises(CatalogError) as caught:
         offered_tools(configured(**options), [*listed("read"), *listed("search", schema=WEATHER)])
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_all_options_that_name_what_the_server_has_not_are_told_at_once() -> None:
+    options: dict[str, Any] = {"allowed_tools": ("reed",), "idempotent_tools": ("serch",)}
+    with pytest.raises(CatalogError, match=r"(?s)'reed'.*`read`.*'serch'.*`search`.*'citi'") as caught:
+        offered_tools(configured(argument_aliases={"town": "citi"}, **options), listed("read", "search"))
+    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_an_alias_applies_where_its_argument_is_and_it_is_not_an_argument_itself() -> None:

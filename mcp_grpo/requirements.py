@@ -1,0 +1,77 @@
+"""Packages of extras: which settings need one, and what to say where it is not installed."""
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from transformers.training_args import OptimizerNames
+
+from mcp_grpo.errors import SettingsError
+
+
+EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "llguidance": "grammar"}
+"""Packages, and the extra of this library that installs each."""
+
+_BITSANDBYTES_OPTIMIZERS = {
+    optimizer.value
+    for optimizer in OptimizerNames
+    if optimizer.value.startswith(("paged_", "ademamix", "rmsprop_bnb", "galore_adamw_8bit"))
+    or optimizer.value in ("adamw_8bit", "adamw_bnb_8bit", "lion_8bit", "lion_32bit")
+}
+
+
+def missing_packages(args: Any, model: Any = None) -> list[str]:
+    """
+    Return what a run needs and this machine does not have.
+
+    Args:
+        args ([`MCPGRPOConfig`] or `Namespace`):
+            Settings of the run.
+        model ([`~trl.ModelConfig`] or `Namespace`, *optional*):
+            How the model is loaded.
+
+    Returns:
+        `list[str]`: One sentence for each setting that needs a package which is not installed: what to install, or what to
+        set to do without it.
+    """
+    return [
+        f"{setting} needs `{package}`, which is not installed: `pip install 'mcp-grpo[{EXTRAS[package]}]'`, or {otherwise}."
+        for package, setting, otherwise in _needed(args, model)
+        if find_spec(package) is None
+    ]
+
+
+def check_packages(args: Any, model: Any = None) -> None:
+    """
+    Refuse settings that need packages which are not installed.
+
+    Args:
+        args ([`MCPGRPOConfig`] or `Namespace`):
+            Settings of the run.
+        model ([`~trl.ModelConfig`] or `Namespace`, *optional*):
+            How the model is loaded.
+
+    Raises:
+        [`SettingsError`]: If there are such settings; the message names them all.
+    """
+    if missing := missing_packages(args, model):
+        raise SettingsError(" ".join(missing))
+
+
+def _needed(args: Any, model: Any) -> Iterator[tuple[str, str, str]]:
+    """The packages that are needed, the setting that needs each, and how to do without it."""
+    if getattr(args, "use_vllm", False) and args.vllm_mode == "colocate":  # a server is installed elsewhere
+        yield "vllm", "`use_vllm: true`", "set `--use_vllm false`"
+    if getattr(args, "deepspeed", None):
+        yield "deepspeed", "`deepspeed`", "leave it out"
+    elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        yield "deepspeed", "`accelerate launch` with DeepSpeed", "launch by `recipes/accelerate/fsdp2.yaml`"
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer in _BITSANDBYTES_OPTIMIZERS:
+        yield "bitsandbytes", f"`optim: {optimizer}`", "set `--optim adamw_torch`"
+    for setting in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, setting, False):
+            yield "bitsandbytes", f"`{setting}: true`", f"set `--{setting} false`"
+    if (mask := getattr(args, "schema_mask", "off")) in ("grammar", "sampler"):
+        yield "llguidance", f"`schema_mask: {mask}`", "set `--schema_mask syntax --constrained_decoding false`"

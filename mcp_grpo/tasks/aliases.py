@@ -1,0 +1,171 @@
+"""Names that the columns of tasks have elsewhere."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from mcp_grpo.tasks.rows import OPTIONAL_COLUMNS, row_problems
+
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "task_id": ("task_id", "id", "uid", "uuid"),
+    "prompt": ("prompt", "question", "query", "messages", "input", "instruction", "task"),
+    "tools": ("tools", "available_tools", "allowed_tools", "tool_names", "required_tools", "tools_available"),
+    "difficulty": ("difficulty", "complexity", "level"),
+    "answer": (
+        "answer", "expected_answer", "ground_truth", "target", "solution", "expected_output", "reference_answer"
+    ),
+    "max_turns": ("max_turns", "max_steps"),
+    "servers": ("servers",),
+}  # fmt: skip
+"""Names that each column is known by, the likeliest first."""
+
+
+def is_importable(row: Any) -> bool:
+    """
+    Say whether a row that is no task would become one by [`~mcp_grpo.tasks.import_tasks`].
+
+    Args:
+        row (`Any`):
+            The row.
+
+    Returns:
+        `bool`: Whether it would.
+    """
+    if not isinstance(row, Mapping):
+        return False
+    task = read_aliases(cast("Mapping[str, Any]", row))[0]
+    return "prompt" in task and not row_problems({"task_id": "", **task})
+
+
+def unread_columns(names: Sequence[str]) -> dict[str, str]:
+    """
+    Find columns that tasks do not read, and that are elsewhere another name for one they do.
+
+    Args:
+        names (`Sequence[str]`):
+            The columns of a dataset.
+
+    Returns:
+        `dict[str, str]`: Such columns, and what each is a name for. Where that column is there, too, there is none.
+    """
+    given = {name.lower(): name for name in names}
+    missing = [column for column in OPTIONAL_COLUMNS if column not in names]
+    # A `solution` of ours is a script, which says nothing about the answer.
+    found = {column: [a for a in ALIASES[column] if a in given and a != "solution"] for column in missing}
+    return {given[aliases[0]]: column for column, aliases in found.items() if aliases}
+
+
+def read_aliases(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """
+    Read a row by the names that columns are known by.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The row.
+
+    Returns:
+        `tuple[dict[str, Any], dict[str, str], dict[str, Any]]`: The columns of a task, where each came from, and what could
+        not be understood.
+    """
+    task: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    unreadable: dict[str, Any] = {}
+    for column, read in _READERS.items():
+        for path, value in _candidates(row, ALIASES[column]):
+            if path in sources.values():
+                continue
+            understood = read(value)
+            if understood is not None:
+                task[column], sources[column] = understood, path
+                unreadable.pop(column, None)
+                break
+            if column != "prompt" and not _is_script(value):
+                unreadable.setdefault(column, value)
+    if (
+        sources.get("prompt") in ("input", "instruction")
+        and plain_text(row.get("instruction"))
+        and plain_text(row.get("input"))
+    ):
+        task["prompt"] = f"{row['instruction'].strip()}\n\n{row['input'].strip()}"
+        sources["prompt"] = "instruction + input"
+    return task, sources, unreadable
+
+
+def _candidates(row: Mapping[str, Any], aliases: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Values under one of these names, those at the top of the row first; letter case does not matter."""
+    levels = [("", row)] + [
+        (f"{column}.", cast("Mapping[str, Any]", value)) for column, value in row.items() if isinstance(value, Mapping)
+    ]
+    for prefix, level in levels:
+        by_name = {str(key).lower(): key for key in level}
+        for alias in aliases:
+            if (key := by_name.get(alias)) is not None and level[key] is not None:
+                yield f"{prefix}{key}", level[key]
+
+
+def plain_text(value: Any) -> str | None:
+    """Return a text that says something, and `None` for everything else."""
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, list) and value and not row_problems({"task_id": "", "prompt": value}):
+        return cast("list[Any]", value)
+    return plain_text(value)
+
+
+def _label(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value).strip() or None
+
+
+def _difficulty(value: Any) -> str | None:
+    label = _label(value)
+    return None if label is None else label.lower()
+
+
+def _max_turns(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _tools(value: Any) -> list[str] | None:
+    """Names of tools, also of those that are described as chat templates take them."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")]
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[Any, Any]", value))
+    if not isinstance(value, list):
+        return None
+    names = [_tool(tool) for tool in cast("list[Any]", value)]
+    return None if not names or None in names else list(dict.fromkeys(cast("list[str]", names)))
+
+
+def _tool(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        tool = cast("Mapping[str, Any]", value)
+        inner: Any = tool.get("function", tool)
+        value = inner if isinstance(inner, str) else cast("Mapping[str, Any]", inner).get("name")
+    return plain_text(value)
+
+
+def _answer(value: Any) -> Any:
+    return None if _is_script(value) else value
+
+
+def _is_script(value: Any) -> bool:
+    """Whether it is a scripted solution, which [`~mcp_grpo.evaluation.run_solutions`] runs, and no answer."""
+    return isinstance(value, Mapping) and "steps" in value
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "prompt": _prompt,
+    "task_id": _label,
+    "servers": _tools,
+    "tools": _tools,
+    "max_turns": _max_turns,
+    "difficulty": _difficulty,
+    "answer": _answer,
+}
