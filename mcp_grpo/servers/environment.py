@@ -39,6 +39,8 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 NETWORK = (*_PROXIES, *(name.lower() for name in _PROXIES), "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables that the HTTP client of live sources reads."""
 
+ASK_SECONDS = 60.0  # for a Python to start and look for two packages
+
 _PACKAGES = ("mcp_grpo", "mcp")
 _FIND_PACKAGES = (
     "import importlib.util, sys\n"
@@ -85,6 +87,7 @@ def _python_path() -> str | None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=ASK_SECONDS,
     )
     ours = [spec.origin or "" if (spec := find_spec(name)) else "" for name in _PACKAGES]
     if [os.path.realpath(path) for path in asked.stdout.splitlines()] == [os.path.realpath(path) for path in ours]:
