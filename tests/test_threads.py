@@ -24,6 +24,7 @@ def torch_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(threads, "_num_allowed", lambda: 4)
+    monkeypatch.setattr(threads.psutil, "cpu_count", lambda logical: 4)
     monkeypatch.setattr(threads, "free_cores", lambda: 3)
     torch.set_num_threads(4)
     yield
