@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Installs faster where it is there; `make UV=` goes without.
 UV := $(shell command -v uv 2> /dev/null)
-LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $${OMP_NUM_THREADS:-1}
 
 help:  ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

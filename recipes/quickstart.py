@@ -77,7 +77,7 @@ class Arguments:
 
     seed: int = field(default=0, metadata={"help": "Seed of the training."})
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Where the adapter and the report go."})
-    max_steps: int = field(default=40, metadata={"help": "Optimizer steps of GRPO."})
+    max_steps: int = field(default=30, metadata={"help": "Optimizer steps of GRPO."})
     num_held_out: int = field(default=120, metadata={"help": "Number of tasks to judge by, before and after."})
 
 
