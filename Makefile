@@ -1,15 +1,21 @@
-.PHONY: help quickstart test test-slow peers benchmark quality style clean
+.PHONY: help quickstart warm-start test test-slow peers benchmark quality style clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+# Installs faster where it is there; `make UV=` goes without.
+UV := $(shell command -v uv 2> /dev/null)
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $${OMP_NUM_THREADS:-1}
 
 help:  ## Show what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/installed  ## Make the environment and train a small model on real MCP servers (10 minutes, no GPU)
+quickstart: $(VENV)/installed  ## Make the environment and train a small model on real MCP servers (5 minutes, no GPU)
 	$(LAUNCH) recipes/quickstart.py
+
+warm-start: $(VENV)/installed  ## Make the model that the quickstart starts from anew, for other tasks or tools (minutes)
+	PYTHONPATH=recipes $(BIN)/python -m quickstart_world.make_warm_start
 
 test: $(VENV)/installed  ## Make the environment and run the tests
 	@$(BIN)/python tests/install_vllm.py
@@ -42,6 +48,11 @@ clean:  ## Remove the environment
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"mcp_grpo needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
+ifdef UV
+	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[dev]"
+else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+endif
 	@touch $@

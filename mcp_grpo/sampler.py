@@ -19,6 +19,7 @@ from mcp_grpo.rollout import RolloutEngine, TransformersGenerator
 from mcp_grpo.rollout.probe import WeightProbe, farthest
 from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings
 from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
+from mcp_grpo.threads import choose_threads
 
 
 NUM_HELD = 2  # sequences that the weights are probed with
@@ -56,7 +57,7 @@ class Sampler(Protocol):
 
 class TransformersSampler:
     """
-    Samples with the model that is trained.
+    Samples with the model that is trained. On a CPU, both go on as many threads as suit the model and the machine.
 
     Args:
         trainer (`MCPGRPOTrainer`):
@@ -67,6 +68,8 @@ class TransformersSampler:
         self.max_context: int | None = None
         self._trainer = trainer
         self._generator: TransformersGenerator | None = None
+        if trainer.accelerator.device.type == "cpu":
+            choose_threads(trainer.model.num_parameters())
 
     @contextmanager
     def awake(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> Generator[TurnGenerator]:

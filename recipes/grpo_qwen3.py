@@ -15,6 +15,11 @@ first. `--preflight` checks everything that can be checked before the first step
 checkpoint. `README.md` beside this file has the configurations, with hardware and memory.
 """
 
+import os
+
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to others; before torch comes
+
 import logging
 import sys
 from dataclasses import dataclass, field

@@ -15,6 +15,11 @@ recorded ones (column `messages`: the turns and results that followed the prompt
 the same renderer, and the loss is only on those that the policy writes: neither on the prompt nor on what tools return.
 """
 
+import os
+
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to others; before torch comes
+
 import logging
 import sys
 from dataclasses import dataclass, field
@@ -44,6 +49,7 @@ from mcp_grpo.errors import MCPGRPOError, SettingsError
 from mcp_grpo.evaluation import run_solutions
 from mcp_grpo.rollout import Renderer, conversation_tokens
 from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.threads import choose_threads
 
 
 IGNORED = -100  # label of a token that is not trained on
@@ -249,6 +255,8 @@ def main(arguments: list[str]) -> SFTTrainer:
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
+    if trainer.accelerator.device.type == "cpu":
+        choose_threads(trainer.model.num_parameters())
     trainer.train()
     trainer.save_model()
     if trainer.is_world_process_zero():

@@ -8,10 +8,13 @@ from pathlib import Path
 import anyio
 import pytest
 import quickstart
+import torch
 from quickstart import SERVERS, list_tools
 from quickstart_world.model import build_model, build_tokenizer
 from quickstart_world.tasks import build_tasks, scripted_solution
+from quickstart_world.warm_start import WARM_START, WHAT_TO_RUN, fingerprint
 from quickstart_world.warmup import IGNORED, SampleBuilder
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo import Task, ToolCall, ToolPool
 from mcp_grpo.tasks import tasks_from_rows
@@ -73,10 +76,27 @@ def test_a_warm_up_sample_is_what_the_template_renders_with_only_the_policy_s_to
     assert sum(p.numel() for p in build_model(tokenizer).parameters()) < 1_000_000
 
 
-def test_the_quickstart_writes_its_report_and_says_when_nothing_was_learnt(tmp_path: Path, monkeypatch) -> None:
+def test_the_warm_start_was_made_from_these_tasks_and_tools(tools: list[dict]) -> None:
+    made_from = json.loads((WARM_START / "made_from.json").read_text())
+    now = fingerprint(TRAIN, tools)
+    changed = [name for name in now if now[name] != made_from.get(name)]
+    assert not changed, f"{', '.join(changed)} changed since the warm start of the quickstart was made: {WHAT_TO_RUN}."
+    tokenizer, shipped = build_tokenizer(TRAIN, tools), AutoTokenizer.from_pretrained(WARM_START)
+    assert shipped.get_vocab() == tokenizer.get_vocab(), f"The tokenizer is another one now: {WHAT_TO_RUN}."
+    prompt = {"conversation": HELD_OUT[0]["prompt"], "tools": tools, "tokenize": False}
+    assert shipped.apply_chat_template(**prompt) == tokenizer.apply_chat_template(**prompt)
+    model = AutoModelForCausalLM.from_pretrained(WARM_START)
+    assert model.num_parameters() == build_model(tokenizer).num_parameters()
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_a_world_that_has_changed_is_warmed_up_for_anew_and_the_report_says_that_nothing_was_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(quickstart, "warm_up", lambda *args, **kwargs: None)  # the slow part
-    monkeypatch.setattr(quickstart, "build_tasks", lambda: (TRAIN[:300], HELD_OUT[:6]))
-    assert not quickstart.main(quickstart.Arguments(output_dir=str(tmp_path), max_steps=1))
+    monkeypatch.setattr(quickstart, "build_tasks", lambda num_held_out: (TRAIN[:300], HELD_OUT[:num_held_out]))
+    assert not quickstart.main(quickstart.Arguments(output_dir=str(tmp_path), max_steps=1, num_held_out=6))
+    assert WHAT_TO_RUN in capsys.readouterr().out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {"success_before", "success_after", "seconds", "seed"} <= summary.keys()
     for name in ("adapter_model.safetensors", "curves.png", "chat_template.jinja"):

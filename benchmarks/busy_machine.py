@@ -1,0 +1,164 @@
+"""
+Ask how much slower a training step on a CPU gets when others use its cores.
+
+    python benchmarks/busy_machine.py [--json figures.json]
+
+The quickstart's model trains on its two real servers, first alone, then beside as many busy processes as there are cores
+(two at least). Each contender is a process of its own, since what OpenMP does is settled when torch is loaded:
+
+- `ours`: what the library chooses;
+- `spinning`: a thread per core, which spin while they wait for each other.
+
+Steps are those of the quickstart with a quarter of its trajectories; where they take long there are fewer of them. Exits
+with 1 if ours is more than 3 times slower beside the busy processes than alone. Three minutes at most on two quiet cores;
+nothing is downloaded. Figures of a machine that others use are not comparable with those of a quiet one, the ratio less so.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+MAX_RATIO = 3.0
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with whoever started it
+NUM_BUSY = max(2, os.cpu_count() or 1)
+PATIENCE = 40.0  # seconds after which no further step is begun
+CONTENDERS: dict[str, dict[str, str]] = {
+    "ours": {},
+    "spinning": {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "ACTIVE"},
+}
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Run all contenders, or one of them in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="steps alone, and as many beside busy processes")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--contender", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contender is not None:
+        arguments.contender.write_text(json.dumps(train(arguments.steps)))
+        return
+    results = {name: run(name, arguments.steps) for name in CONTENDERS}
+    show(results)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if slowdown(results["ours"]) > MAX_RATIO:
+        sys.exit(f"Ours was more than {MAX_RATIO:g} times slower beside {NUM_BUSY} busy processes than alone.")
+
+
+def run(name: str, num_steps: int) -> Result:
+    """Run one contender in a process of its own."""
+    unset = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "KMP_BLOCKTIME", "GOMP_SPINCOUNT"}
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--contender", str(path), "--steps", str(num_steps)]
+        done = subprocess.run(
+            command, env=environment | CONTENDERS[name], capture_output=True, text=True, timeout=600, check=False
+        )
+        if done.returncode:
+            sys.exit(f"{name} failed:\n{done.stderr[-4000:]}")
+        return json.loads(path.read_text())
+
+
+def train(num_steps: int) -> Result:
+    """Train alone and beside busy processes; the seconds of each step and how threads were set."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+    import quickstart  # sets how threads wait, before it loads torch
+    import torch
+    from datasets import Dataset
+    from quickstart_world.tasks import build_tasks
+    from transformers import TrainerCallback
+
+    from mcp_grpo import MCPGRPOTrainer, exact_answer
+
+    class Steps(TrainerCallback):
+        """Notes how long steps take, and stops when there were enough or they have taken too long."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.start = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.start = time.monotonic()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds.append(time.monotonic() - self.start)
+            control.should_training_stop = len(self.seconds) > num_steps or sum(self.seconds) > PATIENCE
+
+    rows, _ = build_tasks()
+    load, seconds = os.getloadavg()[0], {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = quickstart.make_config(Path(folder), seed=0, max_steps=1000, disable_tqdm=True)
+        config.per_device_train_batch_size = config.generation_batch_size = 16
+        with MCPGRPOTrainer(
+            str(quickstart.WARM_START),
+            reward_funcs=exact_answer,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            servers=quickstart.SERVERS,
+            peft_config=quickstart.ADAPTER,
+        ) as trainer:
+            for name, num_busy in (("alone", 0), ("beside", NUM_BUSY)):
+                steps = Steps()
+                trainer.add_callback(steps)
+                with busy(num_busy):
+                    trainer.train()
+                trainer.remove_callback(steps)
+                # The first has to wake up what the others find awake, but it may be the only one.
+                seconds[name] = steps.seconds[1:] or steps.seconds
+    threads = {"threads": torch.get_num_threads(), "waiting": os.environ.get("OMP_WAIT_POLICY", "default")}
+    return {**seconds, **threads, "load": load}
+
+
+@contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Keep as many processes busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def slowdown(result: Result) -> float:
+    """Return how many times slower steps were beside busy processes than alone."""
+    return statistics.median(result["beside"]) / statistics.median(result["alone"])
+
+
+def show(results: dict[str, Result]) -> None:
+    """Print a table."""
+    cores = f"{os.cpu_count()} cores, with a load of {results['ours']['load']:.1f} before it began"
+    table = Table(title=f"Seconds per step alone and beside {NUM_BUSY} busy processes, on {cores}")
+    for column in ("", "threads", "waiting", "alone", "beside", "times slower"):
+        table.add_column(column)
+    for name, result in results.items():
+        seconds = [shown(result[where]) for where in ("alone", "beside")]
+        table.add_row(name, str(result["threads"]), result["waiting"], *seconds, f"{slowdown(result):.1f}")
+    Console().print(table)
+
+
+def shown(seconds: Sequence[float]) -> str:
+    """Return the median, and all of them."""
+    return f"{statistics.median(seconds):.2f} ({', '.join(f'{one:.2f}' for one in seconds)})"
+
+
+if __name__ == "__main__":
+    main()

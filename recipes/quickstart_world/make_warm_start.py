@@ -1,0 +1,26 @@
+"""
+Make the model that the quickstart starts from, and write it to `warm_start/` beside this file:
+
+    make warm-start
+
+It takes minutes on one core. On the same machine it gives the same weights again; on another they may differ by rounding.
+To be run when tasks, tools, chat template or tokenizer have changed; `tests/test_recipes.py` says so. Whether the
+quickstart still learns from it, `make test-slow` says.
+"""
+
+import anyio
+from quickstart import list_tools, make_base_model
+
+from quickstart_world.tasks import build_tasks
+from quickstart_world.warm_start import SEED, WARM_START, keep_fingerprint
+
+
+def main() -> None:
+    """Warm a model up from nothing and keep it."""
+    rows, _ = build_tasks()
+    make_base_model(rows, WARM_START, seed=SEED)
+    keep_fingerprint(rows, anyio.run(list_tools))
+
+
+if __name__ == "__main__":
+    main()
