@@ -31,8 +31,8 @@ from peft import LoraConfig
 from quickstart_world.model import build_model, build_tokenizer
 from quickstart_world.tasks import build_tasks
 from quickstart_world.warmup import CHAT_TEMPLATE_KWARGS, warm_up
+from recipe_parts.command_line import StrictParser
 from transformers import ProgressCallback
-from trl import TrlParser
 
 from mcp_grpo import (
     MCPGRPOConfig,
@@ -44,6 +44,7 @@ from mcp_grpo import (
     exact_answer,
     fault_penalty,
 )
+from mcp_grpo.errors import SettingsError
 
 
 WORLD = Path(__file__).parent / "quickstart_world"
@@ -160,7 +161,10 @@ async def list_tools() -> list[dict]:
 
 
 if __name__ == "__main__":
-    (parsed,) = TrlParser(Arguments).parse_args_and_config()
+    try:
+        parsed, _ = StrictParser([Arguments], __doc__ or "").parse(sys.argv[1:])
+    except SettingsError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     if not main(parsed):
         sys.exit(
             f"The policy did not learn: success on held-out tasks should rise from at most {MAX_SUCCESS_BEFORE} to at "
