@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -134,7 +134,9 @@ class StrictParser(TrlParser):
 
     def _with_dicts(self) -> set[str]:
         """Settings that take a mapping."""
-        return {each.name for kind in self.dataclass_types for each in fields(kind) if "dict" in str(each.type)}
+        # Not from the fields: a parser changes their types.
+        hints = [get_type_hints(kind) for kind in self.dataclass_types]
+        return {name for each in hints for name, hint in each.items() if "dict" in str(hint)}
 
     def _unknown(self, name: str, place: str) -> str:
         return f"There is no setting `{name}` ({place}){explain(name, self._known())}"
