@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,9 +109,9 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     in_4_bits = is_small and uses_vllm and "bitsandbytes" in machine.packages
     config = IN_4_BITS if in_4_bits else WHOLE
     settings = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
-    del settings["output_dir"]  # named after the model
     choice = Choice(config=config, settings=settings)
     model = given.get("model_name_or_path", settings["model_name_or_path"])
+    settings["output_dir"] = f"outputs/{Path(model).name}"
     adapter = "all weights" if given.get("use_peft") is False else "a LoRA adapter"
     place = (
         "servers of " + str(given["servers"]) if given.get("servers") else "the desk (finance, search, Python, Slack)"

@@ -10,6 +10,7 @@ import httpx
 import yaml
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.requirements import missing_packages
@@ -98,6 +99,7 @@ def check_requirements(config: Any, model: Any) -> None:
 def _missing_on_hub(name: str, revision: str) -> str | None:
     """What is wrong, if the Hub does not have a model for us."""
     try:
+        validate_repo_id(name)
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled
         HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)

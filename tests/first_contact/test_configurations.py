@@ -84,7 +84,7 @@ def test_the_tuned_set_trains(shell: Shell, adding_model: str, tmp_path: Path) -
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     where = {"servers": tmp_path / "servers.json", "tasks": tmp_path / "tasks.jsonl", "output_dir": tmp_path / "run"}
     here = {"model_name_or_path": adding_model, "use_vllm": "false", "use_cpu": "true", "dtype": "float32"}
-    short = {"max_steps": 1, "eval_strategy": "no", "report_to": "none"}
+    short = {"max_steps": 1, "eval_strategy": "no", "report_to": "none", "max_completion_length": 64}
     flags = [f"--{name}={value}" for name, value in {**where, **here, **short}.items()]
     said = shell.run(
         "python", "recipes/grpo_qwen3.py", "--config", "recipes/configs/classic_tuned.yaml", *flags, **NO_GPU
