@@ -206,14 +206,14 @@ def test_the_earlier_hyperparameters_are_kept(name: str, wanted: dict[str, Any])
         (["--steps_max", "4"], r"Did you mean `max_steps`"),
         (["--kl_penalty_coef", "1"], r"`kl_penalty_coef` \(on the command line\): it is `beta` here\.$"),
         (["--batch_size", "4"], "it may count tasks, trajectories or rows"),
-        (["--nonsens", "4"], "none has a name like it; `--help`"),
-        (["--nonsens", "4", "--learning_rat", "1"], "nonsens.*`learning_rate`"),
+        (["--gibberish", "4"], "none has a name like it; `--help`"),
+        (["--gibberish", "4", "--learning_rat", "1"], "gibberish.*`learning_rate`"),
         (["stray"], "stray"),
         (["--max_steps"], "`--max_steps` needs a value"),
         (["--max_steps", "many"], "`--max_steps` must be a whole number, got 'many'"),
         (["--learning_rate", "fast"], "`--learning_rate` must be a number, got 'fast'"),
         (["--use_vllm", "maybe"], "`--use_vllm` must be true or false, got 'maybe'"),
-        (["--schema_mask", "gramar"], r"one of off, syntax, grammar, sampler, got 'gramar'. Did you mean grammar\?"),
+        (["--schema_mask", "syntx"], r"one of off, syntax, grammar, sampler, got 'syntx'. Did you mean syntax\?"),
         (["--num_generations", "3", "--per_device_train_batch_size", "8"], "divisible by num_generations"),
     ],
 )
@@ -228,8 +228,8 @@ def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: st
         ("num_generation: 4", r"`num_generation` \(in .*mine.yaml\). Did you mean `num_generations`\?"),
         ("kl_penalty_coef: 0.1", "it is `beta` here"),
         (
-            "schema_mask: grammer",
-            r"must be one of off, syntax, grammar, sampler, got 'grammer'. Did you mean grammar\?",
+            "schema_mask: syntx",
+            r"must be one of off, syntax, grammar, sampler, got 'syntx'. Did you mean syntax\?",
         ),
         ("learning_rate: fast", "must be a number, got 'fast'"),
         ("beta: [", "mine.yaml is not a YAML file"),
@@ -408,9 +408,9 @@ def test_the_debug_configuration_trains_on_the_desk_from_the_command_line(tmp_pa
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
     assert all(line["grad_norm"] > 0 for line in lines if "grad_norm" in line)
-    refused = subprocess.run([*command, "--nonsens", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command, "--gibberish", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "There is no setting `nonsens`" in refused.stderr
+    assert "There is no setting `gibberish`" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -58,7 +58,7 @@ _NAMES = {
     ),
 }
 _BEGINNINGS = {VLLM: ("vllm_", "weight_sync"), RECORDS: ("save_", "logging_", "hub_", "trackio_")}
-_CHOICES = 6  # of a setting, before the others are left to its documentation
+_CHOICES = 4  # of a setting, before the others are left to its documentation
 _SENTENCES = 2  # of what TRL and Transformers say about a setting; their documentation has the rest
 
 

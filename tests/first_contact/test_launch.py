@@ -136,12 +136,12 @@ def test_a_trainer_in_python_names_vllm_before_it_starts_a_server(
 
 @pytest.mark.parametrize("recipe", ["grpo_qwen3.py", "sft_warmup.py", "quickstart.py"])
 def test_a_wrong_flag_is_one_sentence_without_usage(shell: Shell, recipe: str) -> None:
-    said = shell.run("python", f"recipes/{recipe}", "--max_step", "3", "--kl_penalty_coef", "1", "--nonsens", "1")
+    said = shell.run("python", f"recipes/{recipe}", "--max_step", "3", "--kl_penalty_coef", "1", "--gibberish", "1")
     assert said.status == 1
     assert not said.out
     [sentence] = lines(said)
     assert "There is no setting `max_step` (on the command line). Did you mean `max_steps`?" in sentence
-    assert "There is no setting `nonsens` (on the command line), and none has a name like it" in sentence
+    assert "There is no setting `gibberish` (on the command line), and none has a name like it" in sentence
     if recipe == "grpo_qwen3.py":
         assert "`kl_penalty_coef` (on the command line): it is `beta` here." in sentence
 
