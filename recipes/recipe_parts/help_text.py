@@ -54,7 +54,7 @@ _NAMES = {
         *("output_dir", "resume_from_checkpoint", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay"),
         *("per_device_eval_batch_size", "num_generations_eval", "load_best_model_at_end", "metric_for_best_model"),
         *("greater_is_better", "report_to", "run_name", "project", "push_to_hub", "push_value_head", "disable_tqdm"),
-        *("log_completions", "num_completions_to_print"),
+        *("log_completions", "num_completions_to_print", "on_unhealthy", "health_patience", "keep_best"),
     ),
 }
 _BEGINNINGS = {VLLM: ("vllm_", "weight_sync"), RECORDS: ("save_", "logging_", "hub_", "trackio_")}
