@@ -141,6 +141,8 @@ def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelCon
             "The configuration names no model. Set `model_name_or_path` in it, or add `--model_name_or_path Qwen/Qwen3-0.6B`."
         )
     config.launch_with = script.launch_with  # for `missing_requirements`
+    if config.eval_strategy == "no":
+        config.eval_on_start = settings["eval_on_start"] = False  # there are no tasks to judge by
     if settings["output_dir"] is None:
         config.output_dir = settings["output_dir"] = f"outputs/{Path(model.model_name_or_path).name}"
     return script, config, model, settings
