@@ -43,6 +43,8 @@ COUNTS = (
     "min_unforced_tokens",
     "first_call_retries",
     "bootstrap_steps",
+    "bootstrap_imitation_coef",
+    "bootstrap_entropy_coef",
     "value_loss_coef",
     "value_learning_rate",
     "value_warmup_steps",
@@ -133,6 +135,10 @@ class MCPGRPOConfig(GRPOConfig):
             Steps in which a policy that cannot form tool calls yet is helped, by imitation of the syntax of its own good
             calls and by an entropy bonus, both fading. After that, and whenever its calls are valid, there is no such
             help.
+        bootstrap_imitation_coef (`float`, *optional*, defaults to `0.05`):
+            Weight of that imitation at the first step, from which it falls to 0 over `bootstrap_steps`.
+        bootstrap_entropy_coef (`float`, *optional*, defaults to `0.01`):
+            Weight of that entropy bonus at the first step, from which it falls to 0 over `bootstrap_steps`.
         advantage_mode (`str`, *optional*, defaults to `"group"`):
             Where the advantage of a token comes from. `"group"` is TRL's: one for each trajectory. `"group_turn"`
             compares the return from each turn on with those of the group's other attempts; `"gae"` with a value head, by
@@ -360,6 +366,18 @@ class MCPGRPOConfig(GRPOConfig):
         default=0,
         metadata={
             "help": "Steps in which a policy that cannot form tool calls yet is helped with their syntax.",
+        },
+    )
+    bootstrap_imitation_coef: float = field(
+        default=0.05,
+        metadata={
+            "help": "Weight, at the first step, of imitating the syntax of good calls; it falls to 0 over `bootstrap_steps`.",
+        },
+    )
+    bootstrap_entropy_coef: float = field(
+        default=0.01,
+        metadata={
+            "help": "Weight, at the first step, of the entropy bonus; it falls to 0 over `bootstrap_steps`.",
         },
     )
     advantage_mode: str = field(
@@ -912,6 +930,8 @@ NEEDS_SERVERS = (
     "constrained_decoding",
     "first_call_retries",
     "bootstrap_steps",
+    "bootstrap_imitation_coef",
+    "bootstrap_entropy_coef",
     "old_logps",
     "ratio_gate_min",
     "ratio_gate_max",

@@ -119,7 +119,11 @@ class ObjectiveTrainer(GRPOTrainer):
         self._policy_loss: torch.Tensor | None = None  # of the update at hand, on this rank
         self._gate = RatioGate(args.ratio_gate_min, args.ratio_gate_max)
         self._ratio_edges = ratio_edges(*clip_limits(self), args.ratio_gate_min, args.ratio_gate_max)
-        self._bootstrap = Bootstrap(num_steps=args.bootstrap_steps)
+        self._bootstrap = Bootstrap(
+            num_steps=args.bootstrap_steps,
+            imitation_coef=args.bootstrap_imitation_coef,
+            entropy_coef=args.bootstrap_entropy_coef,
+        )
         self._has_entropy_bonus = self._entropy_bonus_enabled
         self._health = Health(args.on_unhealthy, args.health_patience)
         self._figures: dict[str, float] = {}  # of the step at hand

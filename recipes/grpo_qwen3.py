@@ -5,12 +5,13 @@
 """
 Train Qwen3 to use the tools of MCP servers: the desk's, or your own.
 
-    accelerate launch recipes/grpo_qwen3.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml
+    accelerate launch recipes/grpo_qwen3.py
 
     accelerate launch recipes/grpo_qwen3.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml \\
         --servers servers.json --tasks tasks.jsonl
 
-Every field of `TrainArguments`, `MCPGRPOConfig` and TRL's `ModelConfig` is a flag and a key of the YAML file; a flag comes
+Without `--config`, Qwen3-0.6B is trained with an adapter, and settings are chosen by what the machine has; it says which, and
+why. Every field of `TrainArguments`, `MCPGRPOConfig` and TRL's `ModelConfig` is a flag and a key of the YAML file; a flag comes
 first. `--preflight` checks everything that can be checked before the first step, and stops. `--resume` goes on from the last
 checkpoint. `README.md` beside this file has the configurations, with hardware and memory.
 """
@@ -21,6 +22,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to others; before torch comes
 
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +30,11 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from recipe_parts.command_line import StrictParser
+from recipe_parts.command_line import StrictParser, split_config
 from recipe_parts.desk import TaskArguments, load_rewards
+from recipe_parts.machine import Choice, Machine, choose, fit_to_tasks
 from recipe_parts.preflight import run_preflight
+from recipe_parts.requirements import check_requirements
 from recipe_parts.run_folder import RunFolder
 from recipe_parts.stand_in import STAND_IN, save_stand_in, tokenizer_of
 from rich.console import Console
@@ -49,6 +53,7 @@ from mcp_grpo.monitor import (
     profile_table,
     training_sentence,
 )
+from mcp_grpo.tasks import load_tasks
 
 
 logger = logging.getLogger("recipes")
@@ -69,6 +74,8 @@ class TrainArguments(TaskArguments):
             Reward functions: names in `mcp_grpo.rewards`, or `module:function`. If `None`, `desk_reward`.
         server_processes (`int`, *optional*, defaults to `1`):
             Processes of each server of the desk.
+        launch_with (`str`, *optional*):
+            File of `recipes/accelerate/` that the configuration is launched with. Only to find out what must be installed.
         resume (`bool`, *optional*, defaults to `False`):
             Whether to go on from the last checkpoint in `output_dir`.
         debug_trajectory (`bool`, *optional*, defaults to `False`):
@@ -89,6 +96,9 @@ class TrainArguments(TaskArguments):
         default=None, metadata={"help": "Reward functions: names in `mcp_grpo.rewards`, or `module:function`."}
     )
     server_processes: int = field(default=1, metadata={"help": "Processes of each server of the desk."})
+    launch_with: str | None = field(
+        default=None, metadata={"help": "File of recipes/accelerate/ that the configuration is launched with."}
+    )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
     debug_trajectory: bool = field(
         default=False, metadata={"help": "Write every decision of one trajectory per batch."}
@@ -126,12 +136,47 @@ def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelCon
         "--debug_trajectory" if each == "--debug" and after.startswith("--") else each
         for each, after in zip(arguments, following, strict=True)
     ]
-    script, config, model, settings = StrictParser([TrainArguments, MCPGRPOConfig, ModelConfig]).parse(arguments)
+    parser = StrictParser([TrainArguments, MCPGRPOConfig, ModelConfig], __doc__ or "")
+    choice = chosen_settings(parser, arguments)
+    script, config, model, settings = parser.parse(arguments, choice.settings if choice else None)
+    if choice and config.process_index == 0:
+        print(choice)
     if model.model_name_or_path is None:
-        raise SettingsError("Which model? Set `model_name_or_path`, or name a configuration with `--config`.")
-    if config.output_dir is None:
+        raise SettingsError(
+            "The configuration names no model. Set `model_name_or_path` in it, or add `--model_name_or_path Qwen/Qwen3-0.6B`."
+        )
+    config.launch_with = script.launch_with  # for `missing_requirements`
+    if config.eval_strategy == "no":
+        config.eval_on_start = settings["eval_on_start"] = False  # there are no tasks to judge by
+    if settings["output_dir"] is None:
         config.output_dir = settings["output_dir"] = f"outputs/{Path(model.model_name_or_path).name}"
     return script, config, model, settings
+
+
+def chosen_settings(parser: StrictParser, arguments: list[str]) -> Choice | None:
+    """
+    Choose settings by what this machine has, if no configuration is named.
+
+    Args:
+        parser ([`StrictParser`]):
+            Knows the settings.
+        arguments (`list[str]`):
+            The command line, without the program.
+
+    Returns:
+        [`Choice`] or `None`: The settings, which come after those of the command line; `None` if a configuration is named.
+    """
+    flags, file = split_config(arguments)
+    if file is not None:
+        return None
+    given = parser.given(flags)
+    choice = choose(Machine.here(), given)
+    if given.get("tasks"):
+        number = len(load_tasks(given["tasks"]))
+        fit_to_tasks(
+            choice, min(number, given.get("num_tasks") or number), int(os.environ.get("WORLD_SIZE", "1")), given
+        )
+    return choice
 
 
 def main(arguments: list[str]) -> MCPGRPOTrainer | None:
@@ -160,6 +205,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
             raise SettingsError(str(found))
         print(found)
         return None
+    check_requirements(config, model)  # before anything that takes time
     train_dataset, eval_dataset = script.load_train(), script.load_eval(config)
     servers, rewards = script.load_servers(script.server_processes), load_rewards(script.rewards)
     folder = RunFolder(Path(config.output_dir), settings, is_main=config.process_index == 0)

@@ -43,8 +43,8 @@ from quickstart_world.model import build_model, build_tokenizer
 from quickstart_world.tasks import build_tasks
 from quickstart_world.warm_start import SEED, WARM_START, WHAT_TO_RUN, fits_world
 from quickstart_world.warmup import CHAT_TEMPLATE_KWARGS, warm_up
+from recipe_parts.command_line import StrictParser
 from transformers import ProgressCallback
-from trl import TrlParser
 
 from mcp_grpo import (
     MCPGRPOConfig,
@@ -56,6 +56,7 @@ from mcp_grpo import (
     exact_answer,
     fault_penalty,
 )
+from mcp_grpo.errors import MCPGRPOError
 from mcp_grpo.threads import choose_threads
 
 
@@ -194,8 +195,12 @@ async def list_tools() -> list[dict]:
 
 
 if __name__ == "__main__":
-    (parsed,) = TrlParser(Arguments).parse_args_and_config()
-    if not main(parsed):
+    try:
+        parsed, _ = StrictParser([Arguments], __doc__ or "").parse(sys.argv[1:])
+        has_learnt = main(parsed)
+    except MCPGRPOError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    if not has_learnt:
         sys.exit(
             f"The policy did not learn: success on held-out tasks should rise from at most {MAX_SUCCESS_BEFORE} to at "
             f"least {MIN_SUCCESS_AFTER}. Please report it with {parsed.output_dir}/summary.json."

@@ -32,6 +32,7 @@ from datasets import Dataset
 from peft import PeftModel
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
+from recipe_parts.requirements import check_requirements
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
@@ -194,9 +195,11 @@ def parse(arguments: list[str]) -> tuple[WarmupArguments, WarmupConfig, ModelCon
     Returns:
         `tuple[WarmupArguments, WarmupConfig, ModelConfig, dict[str, Any]]`: What it says, and all settings as they were given.
     """
-    script, config, model, settings = StrictParser([WarmupArguments, WarmupConfig, ModelConfig]).parse(arguments)
+    script, config, model, settings = StrictParser([WarmupArguments, WarmupConfig, ModelConfig], __doc__ or "").parse(
+        arguments
+    )
     if model.model_name_or_path is None:
-        raise SettingsError("Which model? Set `model_name_or_path`.")
+        raise SettingsError("Which model? Add `--model_name_or_path Qwen/Qwen3-0.6B`, or another, or a folder.")
     config.output_dir = settings["output_dir"] = config.output_dir or "outputs/sft_warmup"
     return script, config, model, settings
 
@@ -213,6 +216,7 @@ def main(arguments: list[str]) -> SFTTrainer:
         [`~trl.SFTTrainer`]: The trainer, when it is done.
     """
     script, config, model, settings = parse(arguments)
+    check_requirements(config, model)  # before anything that takes time
     folder = Path(cast("str", config.output_dir))
     init_kwargs = {
         "revision": model.model_revision,

@@ -46,7 +46,23 @@ CLASSIC: dict[str, Any] = {
     "gamma": 0.99,
     "lam": 0.95,
     "value_loss_coef": 0.5,
+    "ref_sync": "ema",
     "ref_sync_steps": 100,
+    "ref_ema_decay": 0.99,
+}
+TUNED: dict[str, Any] = {
+    **CLASSIC,
+    "ref_sync_steps": 10,
+    "schema_mask": "syntax",
+    "min_unforced_tokens": 16,
+    "min_unforced_fraction": 0.3,
+    "bootstrap_steps": 100,
+    "bootstrap_imitation_coef": 0.01,
+    "bootstrap_entropy_coef": 0.001,
+    "kl_target": 0.4,
+    "kl_hard_cap": 3.0,
+    "ratio_gate_min": 0.25,
+    "ratio_gate_max": 4.0,
 }
 
 
@@ -126,6 +142,7 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
         "smollm2_135m",
         "cpu_debug",
         "classic",
+        "classic_tuned",
     }
     readme = (ROOT / "recipes" / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in names)
@@ -173,36 +190,65 @@ def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_wei
         assert "vLLM in process: needs a GPU" in found
 
 
-def test_the_earlier_hyperparameters_are_kept() -> None:
-    _, config, _, _ = grpo_qwen3.parse(["--config", str(ROOT / "recipes" / "configs" / "classic.yaml")])
-    assert {name: getattr(config, name) for name in CLASSIC} == CLASSIC
-    assert config.ref_sync == "hard"
+@pytest.mark.parametrize(("name", "wanted"), [("classic", CLASSIC), ("classic_tuned", TUNED)])
+def test_the_earlier_hyperparameters_are_kept(name: str, wanted: dict[str, Any]) -> None:
+    _, config, _, _ = grpo_qwen3.parse(["--config", str(ROOT / "recipes" / "configs" / f"{name}.yaml")])
+    assert {name: getattr(config, name) for name in wanted} == wanted
     assert config.advantage_mode == "gae"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--learning_rat", "1"], r"`learning_rat` \(did you mean `learning_rate`\?\).*command line"),
-        (["--max-turn=3"], r"did you mean `max_turns`"),
-        (["--lora_alfa", "4"], r"did you mean `lora_alpha`"),
+        (["--learning_rat", "1"], r"`learning_rat` \(on the command line\). Did you mean `learning_rate`\?"),
+        (["--max-turn=3"], r"Did you mean `max_turns`"),
+        (["--lora_alfa", "4"], r"Did you mean `lora_alpha`"),
+        (["--steps_max", "4"], r"Did you mean `max_steps`"),
+        (["--kl_penalty_coef", "1"], r"`kl_penalty_coef` \(on the command line\): it is `beta` here\.$"),
+        (["--batch_size", "4"], "it may count tasks, trajectories or rows"),
+        (["--gibberish", "4"], "none has a name like it; `--help`"),
+        (["--gibberish", "4", "--learning_rat", "1"], "gibberish.*`learning_rate`"),
         (["stray"], "stray"),
+        (["--max_steps"], "`--max_steps` needs a value"),
+        (["--max_steps", "many"], "`--max_steps` must be a whole number, got 'many'"),
+        (["--learning_rate", "fast"], "`--learning_rate` must be a number, got 'fast'"),
+        (["--use_vllm", "maybe"], "`--use_vllm` must be true or false, got 'maybe'"),
+        (["--schema_mask", "syntx"], r"one of off, syntax, grammar, sampler, got 'syntx'. Did you mean syntax\?"),
+        (["--num_generations", "3", "--per_device_train_batch_size", "8"], "divisible by num_generations"),
     ],
 )
-def test_an_unknown_flag_is_refused_with_the_nearest_name(arguments: list[str], message: str) -> None:
+def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         grpo_qwen3.parse(["--model_name_or_path", "stand-in", "--use_cpu", "true", *arguments])
 
 
-def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_generation: 4", r"`num_generation` \(in .*mine.yaml\). Did you mean `num_generations`\?"),
+        ("kl_penalty_coef: 0.1", "it is `beta` here"),
+        (
+            "schema_mask: syntx",
+            r"must be one of off, syntax, grammar, sampler, got 'syntx'. Did you mean syntax\?",
+        ),
+        ("learning_rate: fast", "must be a number, got 'fast'"),
+        ("beta: [", "mine.yaml is not a YAML file"),
+        ("mcpServers: {shop: {command: python}}", r"is a file of its own; .*`servers: FILE.json`"),
+    ],
+)
+def test_a_wrong_key_of_a_file_is_refused_in_a_sentence(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("model_name_or_path: stand-in\nuse_cpu: true\nnum_generation: 4\n")
-    with pytest.raises(
-        SettingsError, match=r"`num_generation` \(did you mean `num_generations`\?\).*configuration file"
-    ):
+    path.write_text(f"model_name_or_path: stand-in\nuse_cpu: true\n{text}\n")
+    with pytest.raises(SettingsError, match=message):
         grpo_qwen3.parse(["--config", str(path)])
+
+
+def test_a_file_that_is_not_there_or_names_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no configuration file"):
         grpo_qwen3.parse(["--config", str(tmp_path / "other.yaml")])
+    (tmp_path / "mine.yaml").write_text("use_cpu: true\n")
+    with pytest.raises(SettingsError, match="names no model"):
+        grpo_qwen3.parse(["--config", str(tmp_path / "mine.yaml")])
 
 
 def test_a_pre_flight_finds_what_is_wrong(own: list[str]) -> None:
@@ -362,9 +408,9 @@ def test_the_debug_configuration_trains_on_the_desk_from_the_command_line(tmp_pa
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
     assert all(line["grad_norm"] > 0 for line in lines if "grad_norm" in line)
-    refused = subprocess.run([*command, "--nonsens", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command, "--gibberish", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "did you mean" in refused.stderr
+    assert "There is no setting `gibberish`" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -523,13 +523,20 @@ def test_what_ran_out_of_turns_is_an_end_or_left_out_or_valued(
 # ---- Bootstrap ----
 
 
-def test_help_with_the_format_fades_and_is_exactly_gone_at_the_end(tmp_path: Path, adding_model: str) -> None:
+@pytest.mark.parametrize(("imitation_coef", "entropy_coef"), [(None, None), (0.01, 0.001)])
+def test_help_with_the_format_fades_and_is_exactly_gone_at_the_end(
+    tmp_path: Path, adding_model: str, imitation_coef: float | None, entropy_coef: float | None
+) -> None:
+    given = {"bootstrap_imitation_coef": imitation_coef, "bootstrap_entropy_coef": entropy_coef}
+    changes: dict[str, Any] = {"max_steps": 1, "bootstrap_steps": 10, "learning_rate": 0.0}
+    changes |= {name: value for name, value in given.items() if value is not None}
+
     class Helped(Spy):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             batch = super()._generate_and_score_completions(inputs)
             return {**batch, "needs_bootstrap": torch.tensor(1.0)}
 
-    with make_trainer(tmp_path, adding_model, Helped, max_steps=1, bootstrap_steps=10, learning_rate=0.0) as trainer:
+    with make_trainer(tmp_path, adding_model, Helped, **changes) as trainer:
         trainer.train()
         batch = trainer.batches[0]
         batch["imitated"], batch["num_imitated"] = batch["forced"], batch["forced"].sum()
@@ -545,7 +552,8 @@ def test_help_with_the_format_fades_and_is_exactly_gone_at_the_end(tmp_path: Pat
     assert all(loss == 0 for loss in gone)
     assert first.item() == pytest.approx(2 * half.item(), rel=1e-3)
     entropy = trainer._metrics["train"]["entropy"][-1]
-    assert first.item() == pytest.approx(0.05 * imitation.item() - 0.01 * entropy, rel=1e-3)
+    expected_help = (imitation_coef or 0.05) * imitation.item() - (entropy_coef or 0.01) * entropy
+    assert first.item() == pytest.approx(expected_help, rel=1e-3)
     assert trainer.entropy_coef == 0
 
 
@@ -631,6 +639,7 @@ def test_a_ratio_of_one_is_explained_once(tmp_path: Path, adding_model: str, cap
         ({"gamma": 1.5}, ["`gamma`", "1.5"]),
         ({"dynamic_sampling": -1}, ["`dynamic_sampling`", "-1"]),
         ({"bootstrap_steps": 5, "use_adaptive_entropy": True}, ["`use_adaptive_entropy`"]),
+        ({"bootstrap_imitation_coef": -0.1}, ["`bootstrap_imitation_coef`", "-0.1"]),
         ({"old_logps": "guess"}, ["`old_logps`", "'guess'"]),
         ({"value_head": "deep"}, ["`value_head`", "'deep'"]),
     ],

@@ -20,15 +20,15 @@ class Bootstrap:
     Args:
         num_steps (`int`):
             Steps until they are gone.
-        imitation_coef (`float`, *optional*, defaults to `0.05`):
+        imitation_coef (`float`):
             Weight of the imitation at the first step.
-        entropy_coef (`float`, *optional*, defaults to `0.01`):
+        entropy_coef (`float`):
             Weight of the entropy bonus at the first step.
     """
 
     num_steps: int
-    imitation_coef: float = 0.05
-    entropy_coef: float = 0.01
+    imitation_coef: float
+    entropy_coef: float
 
     def strength(self, step: int) -> float:
         """

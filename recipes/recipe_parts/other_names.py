@@ -1,0 +1,513 @@
+"""Settings as other trainers call them, and configurations with sections: what each is here, where that is certain."""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+RENAMED: Mapping[str, str] = {
+    # The model and its adapter
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "model_path": "model_name_or_path",
+    "model_id": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "pretrain": "model_name_or_path",
+    "model.name": "model_name_or_path",
+    "model.path": "model_name_or_path",
+    "model.id": "model_name_or_path",
+    "model.pretrained": "model_name_or_path",
+    "revision": "model_revision",
+    "torch_dtype": "dtype",
+    "attention_implementation": "attn_implementation",
+    "use_lora": "use_peft",
+    "lora.enabled": "use_peft",
+    "peft.enabled": "use_peft",
+    "lora_rank": "lora_r",
+    "lora.rank": "lora_r",
+    "peft.rank": "lora_r",
+    "target_modules": "lora_target_modules",
+    "grad_checkpointing": "gradient_checkpointing",
+    "use_4bit": "load_in_4bit",
+    "use_8bit": "load_in_8bit",
+    # Learning
+    "lr": "learning_rate",
+    "actor_lr": "learning_rate",
+    "actor_learning_rate": "learning_rate",
+    "policy_lr": "learning_rate",
+    "critic_lr": "value_learning_rate",
+    "critic_learning_rate": "value_learning_rate",
+    "value_lr": "value_learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "total_epochs": "num_train_epochs",
+    "total_steps": "max_steps",
+    "train_steps": "max_steps",
+    "max_train_steps": "max_steps",
+    "total_training_steps": "max_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "grad_clip": "max_grad_norm",
+    "clip_grad": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "lr_scheduler": "lr_scheduler_type",
+    "scheduler": "lr_scheduler_type",
+    "lr_warmup_steps": "warmup_steps",
+    "num_warmup_steps": "warmup_steps",
+    "optimizer.name": "optim",
+    "optimizer.type": "optim",
+    "optimizer.eps": "adam_epsilon",
+    # The objective
+    "clip_range": "epsilon",
+    "cliprange": "epsilon",
+    "clip_ratio": "epsilon",
+    "clip_epsilon": "epsilon",
+    "clip_eps": "epsilon",
+    "eps_clip": "epsilon",
+    "ppo_clip": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "eps_clip_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "eps_clip_high": "epsilon_high",
+    "kl_penalty_coef": "beta",
+    "kl_penalty_coeff": "beta",
+    "kl_penalty_weight": "beta",
+    "kl_coef": "beta",
+    "kl_coeff": "beta",
+    "kl_loss_coef": "beta",
+    "kl_beta": "beta",
+    "kl_weight": "beta",
+    "init_kl_coef": "beta",
+    "init_kl_coeff": "beta",
+    "kl.coef": "beta",
+    "kl.beta": "beta",
+    "kl_cap": "kl_hard_cap",
+    "kl.cap": "kl_hard_cap",
+    "kl.hard_cap": "kl_hard_cap",
+    "entropy_coeff": "entropy_coef",
+    "entropy_loss_coef": "entropy_coef",
+    "entropy_bonus": "entropy_coef",
+    "ent_coef": "entropy_coef",
+    "gae_lambda": "lam",
+    "lambd": "lam",
+    "lambda": "lam",
+    "gae_gamma": "gamma",
+    "discount": "gamma",
+    "discount_factor": "gamma",
+    "value_coef": "value_loss_coef",
+    "value_loss_weight": "value_loss_coef",
+    "vf_coef": "value_loss_coef",
+    "vf_coeff": "value_loss_coef",
+    "critic_coef": "value_loss_coef",
+    "value_clip": "value_clip_range",
+    "cliprange_value": "value_clip_range",
+    "vf_clip_range": "value_clip_range",
+    "ppo_epochs": "num_iterations",
+    "num_ppo_epochs": "num_iterations",
+    "update_epochs": "num_iterations",
+    "inner_epochs": "num_iterations",
+    "ratio_min": "ratio_gate_min",
+    "ratio_max": "ratio_gate_max",
+    "ratio_clip_min": "ratio_gate_min",
+    "ratio_clip_max": "ratio_gate_max",
+    "ref_update_interval": "ref_sync_steps",
+    "ref_update_freq": "ref_sync_steps",
+    "ref_update_steps": "ref_sync_steps",
+    "reference_update_steps": "ref_sync_steps",
+    "reference_update_interval": "ref_sync_steps",
+    "reference_update_freq": "ref_sync_steps",
+    "reference.steps": "ref_sync_steps",
+    "reference.interval": "ref_sync_steps",
+    "ema_decay": "ref_ema_decay",
+    "ref_ema": "ref_ema_decay",
+    "reference_ema": "ref_ema_decay",
+    "reference_ema_decay": "ref_ema_decay",
+    "reference.decay": "ref_ema_decay",
+    "reference.ema_decay": "ref_ema_decay",
+    "mask_min_tokens": "min_unforced_tokens",
+    "min_active_tokens": "min_unforced_tokens",
+    "min_unmasked_tokens": "min_unforced_tokens",
+    "min_active_fraction": "min_unforced_fraction",
+    "min_active_frac": "min_unforced_fraction",
+    "min_unmasked_fraction": "min_unforced_fraction",
+    "bootstrap_bc_coef": "bootstrap_imitation_coef",
+    "bootstrap_bc_weight": "bootstrap_imitation_coef",
+    "bc_coef": "bootstrap_imitation_coef",
+    "bc_weight": "bootstrap_imitation_coef",
+    "bootstrap_entropy_weight": "bootstrap_entropy_coef",
+    "bootstrap.bc_coef": "bootstrap_imitation_coef",
+    # Trajectories
+    "group_size": "num_generations",
+    "num_rollouts_per_prompt": "num_generations",
+    "rollouts_per_task": "num_generations",
+    "n_samples_per_prompt": "num_generations",
+    "num_samples_per_prompt": "num_generations",
+    "num_samples_per_task": "num_generations",
+    "samples_per_prompt": "num_generations",
+    "rollout.n": "num_generations",
+    "max_response_length": "max_completion_length",
+    "response_length": "max_completion_length",
+    "max_assistant_turns": "max_turns",
+    "max_tool_turns": "max_turns",
+    "max_episode_steps": "max_turns",
+    "max_episode_turns": "max_turns",
+    "max_steps_per_episode": "max_turns",
+    "max_steps_per_trajectory": "max_turns",
+    "rollout.max_steps": "max_turns",
+    "max_tool_response_length": "max_result_tokens",
+    "sampling_temperature": "temperature",
+    "episode_timeout": "trajectory_timeout",
+    "rollout_timeout": "trajectory_timeout",
+    "servers_config": "servers",
+    "mcp_servers": "servers",
+    "mcp_config": "servers",
+    "train_data": "tasks",
+    "train_file": "tasks",
+    "train_files": "tasks",
+    "train_path": "tasks",
+    "train_data_path": "tasks",
+    "train_dataset": "tasks",
+    "dataset": "tasks",
+    "val_data": "eval_tasks",
+    "val_file": "eval_tasks",
+    "val_files": "eval_tasks",
+    "val_path": "eval_tasks",
+    "val_data_path": "eval_tasks",
+    "valid_data": "eval_tasks",
+    "valid_data_path": "eval_tasks",
+    "validation_data": "eval_tasks",
+    "eval_data": "eval_tasks",
+    "eval_data_path": "eval_tasks",
+    "data.train": "tasks",
+    "data.val": "eval_tasks",
+    "data.validation": "eval_tasks",
+    "data.eval": "eval_tasks",
+    # vLLM
+    "vllm.enabled": "use_vllm",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+    "vllm.max_model_len": "vllm_max_model_length",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "vllm.base_url": "vllm_server_base_url",
+    "vllm.url": "vllm_server_base_url",
+    # Evaluation, saving, tracking
+    "save_dir": "output_dir",
+    "save_path": "output_dir",
+    "checkpoint_dir": "output_dir",
+    "ckpt_path": "output_dir",
+    "default_local_dir": "output_dir",
+    "save_interval": "save_steps",
+    "save_every": "save_steps",
+    "save_freq": "save_steps",
+    "save.steps": "save_steps",
+    "checkpoint_interval": "save_steps",
+    "checkpoint_every": "save_steps",
+    "max_checkpoints": "save_total_limit",
+    "keep_checkpoints": "save_total_limit",
+    "eval_interval": "eval_steps",
+    "eval_every": "eval_steps",
+    "eval_freq": "eval_steps",
+    "test_freq": "eval_steps",
+    "evaluation_strategy": "eval_strategy",
+    "evaluation.steps": "eval_steps",
+    "evaluation.interval": "eval_steps",
+    "num_eval_episodes": "num_eval_tasks",
+    "log_interval": "logging_steps",
+    "log_every": "logging_steps",
+    "log_freq": "logging_steps",
+    "logging_interval": "logging_steps",
+    "log_steps": "logging_steps",
+    "wandb_project": "project",
+    "project_name": "project",
+    "wandb.project": "project",
+    "logging.project": "project",
+    "experiment_name": "run_name",
+    "wandb_run_name": "run_name",
+    "wandb.name": "run_name",
+    "wandb.run_name": "run_name",
+    "random_seed": "seed",
+}
+"""Names that others have for a setting; `section.name` for those that only mean it there."""
+
+EXPLAINED: Mapping[str, str] = {
+    "batch_size": "may count tasks, trajectories or rows of a pass. Here a step has `per_device_train_batch_size` trajectories "
+    "per pass, times `gradient_accumulation_steps`, times processes, in groups of `num_generations`",
+    "train_batch_size": "counts tasks in some trainers and trajectories in others. Here a step has "
+    "`per_device_train_batch_size` trajectories per pass, times `gradient_accumulation_steps`, times processes",
+    "mini_batch_size": "may be one pass (`per_device_train_batch_size`) or one update (that times "
+    "`gradient_accumulation_steps`)",
+    "ppo_mini_batch_size": "counts what one update learns from: set `gradient_accumulation_steps` and "
+    "`steps_per_generation`",
+    "micro_batch_size": "is one pass on one device: `per_device_train_batch_size`, if it counts trajectories",
+    "rollout_batch_size": "counts tasks or trajectories of a batch. Set `gradient_accumulation_steps`, or "
+    "`generation_batch_size` in trajectories",
+    "max_new_tokens": "may limit one turn (`max_turn_tokens`) or all that follows the prompt, tool results included "
+    "(`max_completion_length`)",
+    "max_tokens": "may limit one turn (`max_turn_tokens`) or all that follows the prompt, tool results included "
+    "(`max_completion_length`)",
+    "max_length": "may count the prompt or not. `max_completion_length` limits what follows it, `vllm_max_model_length` both",
+    "max_seq_length": "counts prompt and completion. `max_completion_length` limits what follows the prompt, "
+    "`vllm_max_model_length` both",
+    "max_prompt_length": "has no counterpart; prompts are never cut, and one that does not fit is refused before the first "
+    "step",
+    "num_episodes": "counts trajectories in some trainers. Set `max_steps` or `num_train_epochs`",
+    "total_episodes": "counts trajectories. Set `max_steps` or `num_train_epochs`",
+    "total_timesteps": "counts tokens or turns. Set `max_steps` or `num_train_epochs`",
+    "warmup_ratio": "is `warmup_steps` here, which is a share of all steps if it is below 1",
+    "warmup_proportion": "is `warmup_steps` here, which is a share of all steps if it is below 1",
+    "num_rollouts": "may be attempts at one task (`num_generations`) or trajectories of a step "
+    "(`per_device_train_batch_size` times `gradient_accumulation_steps`)",
+    "ref_ema_alpha": "is `ref_ema_decay` if it is what the reference keeps of itself (0.99), and 1 minus it if it is what is "
+    "mixed in (0.01)",
+    "ref_update": "is `ref_sync` (`ema`, `hard` or `none`), with `ref_sync_steps` and `ref_ema_decay`",
+    "use_kl": "is `beta` above 0",
+    "use_kl_loss": "is `beta` above 0",
+    "use_kl_in_reward": "has no counterpart; KL is a term of the loss, `beta`, and not of the reward",
+    "kl_penalty": "may be a weight (`beta`) or the name of an estimator, which is always k3 here",
+    "kl_loss_type": "has no counterpart; the estimator is always k3; `use_bias_correction_kl` corrects it for the sampler",
+    "target_kl": "may be nats per token (`kl_target`, which raises `beta`) or per completion, or a reason to stop early",
+    "kl_ctrl": "is `kl_target`, which raises `beta` where the policy drifts",
+    "horizon": "has no counterpart; `kl_target` raises `beta` by at most 2 % a step",
+    "adv_estimator": "is `advantage_mode`: `group` for GRPO, `gae` for a value head, `group_turn`, `hybrid`",
+    "algorithm": "is `advantage_mode` (`group`, `group_turn`, `gae`, `hybrid`) and `loss_type`",
+    "use_gae": 'is `advantage_mode="gae"`',
+    "use_critic": 'is `advantage_mode="gae"` or `"hybrid"`',
+    "whiten_advantages": 'is `advantage_scale` ("batch" or "none"), and `scale_rewards` with `advantage_mode="group"`',
+    "normalize_advantages": 'is `advantage_scale` ("batch" or "none"), and `scale_rewards` with `advantage_mode="group"`',
+    "normalize_rewards": "is `scale_rewards`",
+    "norm_adv_by_std_in_grpo": 'is `scale_rewards` ("group" or "none")',
+    "reward_scale": "has no counterpart; `reward_weights` weighs reward functions against each other",
+    "reward_clip": "has no counterpart; clip in the reward function",
+    "weight_noise": "has no counterpart, and none is needed: with one update per batch a ratio is 1 by construction, and the "
+    "gradient is not 0",
+    "param_noise": "has no counterpart, and none is needed: with one update per batch a ratio is 1 by construction, and the "
+    "gradient is not 0",
+    "force_rate": "has no counterpart; nothing is forced unless `constrained_decoding` is on; `first_call_retries` samples a "
+    "first turn without a call again",
+    "strict_traj_keys": "has no counterpart; a trajectory cannot be built with fields that do not fit",
+    "device": "is chosen by `accelerate launch` and the machine; `use_cpu: true` trains on a CPU",
+    "device_type": "is chosen by `accelerate launch` and the machine; `use_cpu: true` trains on a CPU",
+    "num_gpus": "is `num_processes` of `accelerate launch`",
+    "n_gpus_per_node": "is `num_processes` of `accelerate launch`",
+    "num_processes": "is an option of `accelerate launch`, not of the recipe",
+    "mixed_precision": "is `bf16` or `fp16`",
+    "precision": "is `dtype` for the weights, and `bf16` or `fp16` for what is computed with them",
+    "reward_fn": "is `rewards`: names in `mcp_grpo.rewards`, or `module:function`",
+    "reward_functions": "is `rewards`: names in `mcp_grpo.rewards`, or `module:function`",
+    "reward_model": "is a reward function of yours: `rewards: [module:function]`",
+    "tools": "come from the servers (`servers`); a task's column `tools` narrows them",
+    "mcpservers": "is a file of its own; write it as JSON, and set `servers: FILE.json`",
+    "tool_config": "is `servers`, an `mcpServers` file",
+    "system_prompt": "belongs to the tasks: the first message of their `prompt`",
+    "resume_from": "is `resume: true` (`--resume`), from the last checkpoint in `output_dir`",
+    "bootstrap_coef": "may be `bootstrap_imitation_coef` or `bootstrap_entropy_coef`",
+    "bootstrap_weight": "may be `bootstrap_imitation_coef` or `bootstrap_entropy_coef`",
+}
+"""Names whose meaning here depends on what was meant, or that have no counterpart; how a sentence about each goes on."""
+
+WITH: Mapping[str, Mapping[str, Any]] = {
+    "lora_r": {"use_peft": True},
+    "lora_alpha": {"use_peft": True},
+    "lora_target_modules": {"use_peft": True},
+    "ref_ema_decay": {"ref_sync": "ema"},
+    "eval_steps": {"eval_strategy": "steps"},
+}
+"""What a setting is of no use without, and had no name of its own in a configuration with sections."""
+
+_SWITCHES: Mapping[str, Mapping[Any, Mapping[str, Any]]] = {
+    "device": {"cpu": {"use_cpu": True}, "cuda": {}, "gpu": {}, "auto": {}},
+    "device_type": {"cpu": {"use_cpu": True}, "cuda": {}, "gpu": {}, "auto": {}},
+    "use_wandb": {True: {"report_to": "wandb"}, False: {"report_to": "none"}},
+    "wandb.enabled": {True: {"report_to": "wandb"}, False: {"report_to": "none"}},
+    "mixed_precision": {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "no": {"bf16": False}},
+    "precision": {"bf16": {"bf16": True}, "fp16": {"fp16": True}},
+    "schema_mask": {True: {"schema_mask": "syntax"}, False: {"schema_mask": "off"}},
+    "mask.enabled": {True: {"schema_mask": "syntax"}, False: {"schema_mask": "off"}},
+    "use_kl": {False: {"beta": 0.0}},
+    "use_kl_loss": {False: {"beta": 0.0}},
+    "use_kl_in_reward": {False: {}},
+    "use_gae": {True: {"advantage_mode": "gae"}, False: {"advantage_mode": "group"}},
+    "use_critic": {True: {"advantage_mode": "gae"}, False: {"advantage_mode": "group"}},
+    "adv_estimator": {"grpo": {"advantage_mode": "group"}, "gae": {"advantage_mode": "gae"}},
+    "algorithm": {"grpo": {"advantage_mode": "group"}},
+    "force_rate": {0: {}},
+    "weight_noise": {0: {}},
+    "param_noise": {0: {}},
+}
+"""Names whose values, each by itself, are certain."""
+
+_SERVERS = ("servers", "mcp_servers", "mcpservers")  # sections whose names are those of servers, not of settings
+
+_PREFIXES = {
+    "lora": "lora",
+    "peft": "lora",
+    "vllm": "vllm",
+    "value": "value",
+    "critic": "value",
+    "kl": "kl",
+    "bootstrap": "bootstrap",
+    "eval": "eval",
+    "evaluation": "eval",
+    "save": "save",
+    "logging": "logging",
+    "ref": "ref",
+    "reference": "ref",
+    "ratio_gate": "ratio_gate",
+    "gate": "ratio_gate",
+    "lr_scheduler": "lr_scheduler",
+    "hub": "hub",
+}
+"""Sections whose name is the beginning of their settings' names."""
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """
+    What became of a configuration with sections.
+
+    Args:
+        settings (`dict[str, Any]`, *optional*):
+            The settings, by their names here.
+        notes (`list[str]`, *optional*):
+            What each became.
+        problems (`list[str]`, *optional*):
+            What could not be translated, and why.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def translate(config: Mapping[str, Any], known: Collection[str], with_dicts: Collection[str]) -> Translation | None:
+    """
+    Translate a configuration that has sections.
+
+    Args:
+        config (`Mapping[str, Any]`):
+            The configuration.
+        known (`Collection[str]`):
+            Names of settings.
+        with_dicts (`Collection[str]`):
+            Those of them that take a mapping.
+
+    Returns:
+        [`Translation`] or `None`: What became of it; `None` if it has no sections.
+    """
+    if not any(isinstance(value, Mapping) and name not in with_dicts for name, value in config.items()):
+        return None
+    found = Translation()
+    for path, value in _leaves(config, with_dicts):
+        place = ".".join(path)
+        became = _settings_of(path, value, known)
+        if became is None:
+            name = "mcpServers" if path[-1].lower() in _SERVERS else path[-1]
+            found.problems.append(f"`{place}` is no setting{explain(name, known)}")
+            continue
+        clashing = [n for n, v in became.items() if found.settings.get(n, v) != v]
+        if clashing:
+            found.problems.append(f"`{place}` is `{clashing[0]}`, which is {found.settings[clashing[0]]!r} elsewhere.")
+            continue
+        found.settings |= became
+        if list(became) != [place]:
+            shown = ", ".join(f"`{name}: {_shown(each)}`" for name, each in became.items())
+            found.notes.append(f"`{place}` is {shown}" if became else f"`{place}: {_shown(value)}` needs no setting")
+    for name in list(found.settings):
+        added = {key: value for key, value in WITH.get(name, {}).items() if key not in found.settings}
+        found.settings |= added
+        found.notes += [f"`{key}: {_shown(value)}` goes with `{name}`" for key, value in added.items()]
+    return found
+
+
+def explain(name: str, known: Collection[str]) -> str:
+    """
+    Say what a name that is no setting may be.
+
+    Args:
+        name (`str`):
+            The name.
+        known (`Collection[str]`):
+            Names of settings.
+
+    Returns:
+        `str`: How a sentence goes on that says that there is no such setting.
+    """
+    key = name.lower()
+    if (renamed := RENAMED.get(key)) in known:
+        return f": it is `{renamed}` here."
+    if key in EXPLAINED:
+        return f": it {EXPLAINED[key]}."
+    if near := nearest(name, known):
+        return f". Did you mean {' or '.join(f'`{each}`' for each in near)}?"
+    return ", and none has a name like it; `--help` lists them all."
+
+
+def nearest(name: str, known: Collection[str], number: int = 3) -> list[str]:
+    """
+    Return the names that are really near to another.
+
+    Args:
+        name (`str`):
+            What was written.
+        known (`Collection[str]`):
+            What may have been meant.
+        number (`int`, *optional*, defaults to `3`):
+            How many to return at most.
+
+    Returns:
+        `list[str]`: The nearest first. A name is near if it is spelt much alike, or if its words are: `steps_max` is near to
+        `max_steps`, `kl_penalty_coef` is not near to `entropy_coef`.
+    """
+    scores = {each: _likeness(name.lower(), each.lower()) for each in known}
+    near = sorted((each for each in known if scores[each] >= 0.8), key=lambda each: (-scores[each], each))
+    return [each for each in near if scores[each] > scores[near[0]] - 0.1][:number]
+
+
+def _likeness(one: str, other: str) -> float:
+    """How alike two names are, from 0 to 1: letter by letter, or word by word in any order."""
+    letters = difflib.SequenceMatcher(None, one, other).ratio()
+    words, others = one.replace("-", "_").split("_"), other.replace("-", "_").split("_")
+    matched = [w for w in words if difflib.get_close_matches(w, others, n=1, cutoff=0.75)]
+    by_words = 2 * len(matched) / (len(words) + len(others)) if len(matched) == len(words) > 1 else 0.0
+    return max(letters if letters >= 0.8 else 0.0, by_words)
+
+
+def _leaves(
+    config: Mapping[str, Any], with_dicts: Collection[str], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The settings in all sections, with the names of the sections they are in."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name not in with_dicts and str(name).lower() not in _SERVERS:
+            yield from _leaves(value, with_dicts, (*path, str(name)))
+        else:
+            yield (*path, str(name)), value
+
+
+def _settings_of(path: tuple[str, ...], value: Any, known: Collection[str]) -> dict[str, Any] | None:
+    """What a setting in a section is here; `None` if that is not certain."""
+    name, section = path[-1].lower(), path[-2].lower() if len(path) > 1 else ""
+    if isinstance(value, Mapping) and name in _SERVERS:
+        return None
+    for key in (f"{section}.{name}", name):
+        switch = _SWITCHES.get(key, {})
+        if (
+            isinstance(value, (str, bool, int, float))
+            and value in switch
+            and (isinstance(value, bool) == any(isinstance(each, bool) for each in switch))
+        ):
+            return dict(switch[value])
+    if RENAMED.get(f"{section}.{name}") in known:
+        return {RENAMED[f"{section}.{name}"]: value}
+    prefixed = f"{_PREFIXES.get(section, '-')}_{name}"
+    if prefixed in known:
+        return {prefixed: value}
+    if name in known:
+        return {name: value}
+    return {RENAMED[name]: value} if RENAMED.get(name) in known else None
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,147 @@
+"""The settings that a machine gets where no configuration is named: by what it has, and with flags first."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpo_qwen3
+import pytest
+from recipe_parts.machine import Machine, choose, fit_to_tasks
+from recipe_parts.requirements import missing_weights
+
+from mcp_grpo.requirements import missing_packages
+
+
+LARGE = Machine(gpu="H200", memory=139.0, has_bf16=True, packages=frozenset({"vllm", "bitsandbytes"}))
+
+
+def machine(**changes: Any) -> Machine:
+    return Machine(**{**vars(LARGE), **changes})
+
+
+@pytest.mark.parametrize(
+    ("here", "config", "wanted", "reason"),
+    [
+        (LARGE, "qwen3_0.6b_lora_vllm", {"use_vllm": True, "per_device_train_batch_size": 8}, "by vLLM"),
+        (machine(memory=15.0), "qwen3_0.6b_qlora", {"load_in_4bit": True, "per_device_train_batch_size": 4}, "4 bits"),
+        (
+            machine(memory=8.0, packages=frozenset({"vllm"})),
+            "qwen3_0.6b_lora_vllm",
+            {"use_vllm": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 32},
+            "2 trajectories in a pass",
+        ),
+        (
+            machine(packages=frozenset(), memory=24.0),
+            "qwen3_0.6b_lora_vllm",
+            {"use_vllm": False, "max_concurrent_trajectories": 11},
+            "pip install 'mcp-grpo[vllm]'",
+        ),
+        (machine(has_bf16=False), "qwen3_0.6b_lora_vllm", {"dtype": "float32", "use_vllm": False}, "bf16"),
+        (Machine(), "qwen3_0.6b_lora_vllm", {"use_cpu": True, "dtype": "float32", "use_vllm": False}, "no GPU"),
+    ],
+)
+def test_settings_are_chosen_by_what_the_machine_has(
+    here: Machine, config: str, wanted: dict[str, Any], reason: str
+) -> None:
+    choice = choose(here, {})
+    assert choice.config == config
+    assert wanted.items() <= choice.settings.items()
+    assert reason in str(choice)
+    whole = choice.settings["per_device_train_batch_size"] * choice.settings["gradient_accumulation_steps"]
+    assert whole % choice.settings["num_generations"] == 0
+    assert choice.settings["use_vllm"] == any(name.startswith("vllm_") for name in choice.settings)
+
+
+def test_what_is_chosen_goes_with_the_flags() -> None:
+    assert choose(LARGE, {"use_cpu": True}).settings["use_cpu"]
+    assert "`use_cpu` is set" in str(choose(LARGE, {"use_cpu": True}))
+    assert choose(LARGE, {"use_vllm": False}).settings["max_concurrent_trajectories"]
+    assert choose(LARGE, {"servers": "servers.json"}).settings["eval_strategy"] == "no"
+    assert choose(LARGE, {"servers": "s.json", "eval_tasks": "t.jsonl"}).settings["eval_strategy"] == "steps"
+
+
+def test_a_step_is_no_larger_than_there_are_tasks() -> None:
+    few = choose(LARGE, {})
+    fit_to_tasks(few, 3, 1, {})
+    assert few.settings["gradient_accumulation_steps"] == 3
+    many = choose(LARGE, {})
+    fit_to_tasks(many, 300, 1, {})
+    assert many.settings["gradient_accumulation_steps"] == 8
+    given = choose(LARGE, {})
+    fit_to_tasks(given, 3, 1, {"gradient_accumulation_steps": 8})
+    assert given.settings["gradient_accumulation_steps"] == 8
+
+
+def test_flags_come_before_what_is_chosen_and_a_configuration_before_any_choice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipe_parts.machine.Machine.here", Machine)
+    _, config, model, settings = grpo_qwen3.parse(["--model_name_or_path", "stand-in", "--lora_r=4", "--beta", "0.3"])
+    assert (model.lora_r, config.beta, model.use_peft) == (4, 0.3, True)
+    assert config.output_dir == settings["output_dir"] == "outputs/stand-in"
+    assert "Chosen for this machine" in capsys.readouterr().out
+    path = Path(grpo_qwen3.__file__).parent / "configs" / "cpu_debug.yaml"
+    assert grpo_qwen3.parse(["--config", str(path)])[1].learning_rate == 1e-3
+    assert "Chosen" not in capsys.readouterr().out
+
+
+def test_a_vllm_server_needs_no_vllm_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcp_grpo.requirements.find_spec", lambda name: None)
+    settings = SimpleNamespace(
+        use_vllm=True, vllm_mode="server", deepspeed=None, optim="adamw_torch", schema_mask="off"
+    )
+    assert missing_packages(settings) == []
+    [sentence] = missing_packages(SimpleNamespace(**{**vars(settings), "vllm_mode": "colocate"}))
+    assert "--use_vllm false" in sentence
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    [sentence] = missing_packages(settings)
+    assert "mcp-grpo[deepspeed]" in sentence
+
+
+def cached(folder: Path, files: dict[str, str]) -> Path:
+    """A cache of the Hub that has these files of a model."""
+    repo = folder / "models--somebody--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    for name, text in files.items():
+        (repo / "snapshots" / "abc" / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "is_there"),
+    [
+        ({"config.json": "{}", "model.safetensors": ""}, True),
+        ({"config.json": "{}"}, False),
+        (
+            {
+                "config.json": "{}",
+                "model.safetensors.index.json": json.dumps(
+                    {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+                ),
+                "1.safetensors": "",
+            },
+            False,
+        ),
+    ],
+)
+def test_weights_are_looked_for_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], is_there: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached(tmp_path, files)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    problem = missing_weights(SimpleNamespace(model_name_or_path="somebody/model", model_revision="main"))
+    assert (problem is None) == is_there
+
+
+def test_a_folder_without_a_model_and_a_name_that_is_none_are_told(tmp_path: Path) -> None:
+    def problem(name: str) -> str | None:
+        return missing_weights(SimpleNamespace(model_name_or_path=name, model_revision="main"))
+
+    assert "has no `config.json`" in str(problem(str(tmp_path)))
+    assert "There is no folder './no/such/folder' here" in str(problem("./no/such/folder"))
+    (tmp_path / "config.json").write_text("{}")
+    assert problem(str(tmp_path)) is None
+    assert problem("stand-in") is None
