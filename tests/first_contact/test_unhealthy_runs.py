@@ -54,7 +54,7 @@ def train(shell: Shell, tmp_path: Path) -> Train:
 def test_a_policy_that_never_calls_a_tool_stops_the_run(
     train: Train, tmp_path: Path, adding_tools: list[dict[str, Any]]
 ) -> None:
-    model = save_talking_model(tmp_path / "model", adding_tools, ["no"])
+    model = save_talking_model(tmp_path / "model", adding_tools, ["no"], calls=False)
     said = train(
         model_name_or_path=model,
         rewards=["exact_answer"],
@@ -92,10 +92,12 @@ def test_a_policy_that_never_calls_a_tool_stops_the_run(
 def test_a_policy_that_collapses_stops_the_run(
     train: Train, tmp_path: Path, adding_tools: list[dict[str, Any]]
 ) -> None:
-    model = save_talking_model(tmp_path / "model", adding_tools, ["ab", "ba", "b", "bb", "bab", "abb", "bba", "aab"])
+    answers = ["ab", "ba", "b", "bb", "bab", "abb", "bba", "aab"]
+    model = save_talking_model(tmp_path / "model", adding_tools, answers, calls=True)
     said = train(
         model_name_or_path=model,
         rewards=["rewards_of_mine:letters"],
+        max_completion_length=90,
         max_steps=60,
         learning_rate=5e-3,
         lr_scheduler_type="constant",

@@ -31,12 +31,17 @@ def save_adding_model(folder: Path, tools: list[dict[str, Any]], **settings: Any
     return str(folder)
 
 
-def save_talking_model(folder: Path, tools: list[dict[str, Any]], answers: Sequence[str], steps: int = 120) -> str:
-    """Teach a tiny model to answer at once, without its tool, and write it with its tokenizer."""
+def save_talking_model(
+    folder: Path, tools: list[dict[str, Any]], answers: Sequence[str], *, calls: bool, steps: int = 120
+) -> str:
+    """Teach a tiny model to answer, with or without a call of its tool before, and write it with its tokenizer."""
     tokenizer, renderer = _tokenizer()
     model = tiny_model(tokenizer, hidden_size=64, intermediate_size=128)
     prompt = tokenizer.decode(renderer.prompt_ids([{"role": "user", "content": "2+3?"}], tools))
-    teach(model, tokenizer, [(prompt, f"{answer}<|im_end|>") for answer in answers], steps)
+    suffix = tokenizer.decode(renderer.suffix_ids([{"role": "tool", "name": "add", "content": "5"}]))
+    before = prompt + CALL + suffix if calls else prompt
+    examples = [(before, f"{answer}<|im_end|>") for answer in answers]
+    teach(model, tokenizer, [*([(prompt, CALL)] if calls else []), *examples], steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
