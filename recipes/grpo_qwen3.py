@@ -149,7 +149,10 @@ def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelCon
     if config.eval_strategy == "no":
         config.eval_on_start = settings["eval_on_start"] = False  # there are no tasks to judge by
     if settings["output_dir"] is None:
-        config.output_dir = settings["output_dir"] = f"outputs/{Path(model.model_name_or_path).name}"
+        name = Path(model.model_name_or_path).name
+        config.output_dir = settings["output_dir"] = f"outputs/{name}"
+        if settings["project"] == "huggingface":  # as it is where nobody names one
+            config.project = name
     return script, config, model, settings
 
 

@@ -507,3 +507,13 @@ def test_rewards_of_all_kinds_are_loaded_and_only_makers_are_called(
     assert [plain([], []), ours([]), made([])] == [[1.0], [2.0], [3.0]]
     with pytest.raises(SettingsError, match="There is no reward 'nothing'"):
         load_rewards(["nothing"])
+
+
+def test_trackers_show_a_run_in_a_project_named_like_its_folder(own: list[str], tmp_path: Path) -> None:
+    for arguments, project in [
+        ([*own, "--output_dir", str(tmp_path / "my_run")], "my_run"),
+        ([*own, "--output_dir", str(tmp_path / "my_run"), "--project", "mine"], "mine"),
+        ([*own[2:], "--model_name_or_path", "org/Model-1B"], "Model-1B"),
+    ]:
+        _, config, _, _ = grpo_qwen3.parse(arguments)
+        assert config.project == project
