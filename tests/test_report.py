@@ -81,6 +81,14 @@ def test_a_sentence_says_whether_the_policy_learnt(shares: dict[int, float], kep
     assert all(word in sentence for word in words), sentence
 
 
+def test_a_policy_that_is_what_it_was_has_learnt_nothing() -> None:
+    before = judged(0, 0.0)
+    after = Judged(step=10, rewards=before.rewards)
+    assert learning_sentence([before, after], 10).startswith(
+        "Nothing was learnt: at step 10, the reward of every task"
+    )
+
+
 def test_the_table_has_before_kept_and_last_once_each() -> None:
     def text(*steps: int, kept: int) -> str:
         console = Console(width=160, record=True, file=io.StringIO())

@@ -45,7 +45,11 @@ def learning_table(evaluations: Sequence[Judged], kept_step: int) -> Table:
         table.add_column(f"{name}, kept" if each.step == kept_step else name, justify="right")
     table.add_row("reward, with 95 % interval", *(str(each.reward) for each in columns.values()))
     parts = [name for name in first.metrics if name.startswith("rewards/") and name.endswith("/mean")]
-    labels = {name: f"  {name.removeprefix('rewards/').removesuffix('/mean')}" for name in parts} if parts[1:] else {}
+    # The only reward function there is has nothing to add.
+    parts = [
+        name for name in parts if any(each.metrics.get(name) != each.metrics.get("reward") for each in evaluations)
+    ]
+    labels = {name: f"  {name.removeprefix('rewards/').removesuffix('/mean')}" for name in parts}
     for name, label in (labels | ROWS).items():
         if any(name in each.metrics for each in columns.values()):
             values = [each.metrics.get(name) for each in columns.values()]
@@ -77,7 +81,9 @@ def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
     if gain is None:
         return "What was learnt is not known: there are fewer than two tasks to judge by."
     words = f"from before training to step {kept.step}, the reward changed by {_signed(gain)}"
-    if gain.low > 0:
+    if gain.low == gain.high == 0:
+        sentence = f"Nothing was learnt: at step {kept.step}, the reward of every task is what it was before training."
+    elif gain.low > 0:
         sentence = f"It learnt: {words}."
     elif gain.high < 0:
         sentence = f"It got worse: {words}. The policy as it was before training is the better one."

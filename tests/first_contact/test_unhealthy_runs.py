@@ -74,7 +74,7 @@ def test_a_policy_that_never_calls_a_tool_stops_the_run(
     # The bar, the table, the log, the metrics: wherever one looks.
     assert "health=no signal" in said.err
     assert "reward, with 95 % interval" in said.out
-    assert "Nothing is shown: from before training to step 5, the reward changed by +0.000" in said.terminal
+    assert "Nothing was learnt: at step 5, the reward of every task is what it was before training." in said.terminal
     assert "Health, step 5: In 5 batches in a row: The policy called no tool" in said.terminal
     log = (tmp_path / "run" / "run.log").read_text()
     assert "WARNING mcp_grpo.objective: Step 5: In 5 batches in a row: The policy called no tool" in log
