@@ -11,7 +11,7 @@ from quickstart_world.tasks import Row, scripted_solution
 
 
 WARM_START = Path(__file__).parent / "warm_start"
-SEED = 4  # of the warm-up
+SEED = 4  # of the warm-up: of five, the one that reinforcement learning took the fewest steps from
 WHAT_TO_RUN = "run `make warm-start` (minutes)"
 _FINGERPRINT = WARM_START / "made_from.json"
 
