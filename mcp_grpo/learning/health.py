@@ -72,7 +72,7 @@ class _Sign:
 
 @dataclass(slots=True)
 class _Trend:
-    """What a metric was at the start of a run, and is now, both over some batches; and the best that the latter was."""
+    """The course of a metric: its mean over the first batches, over the last ones, and the best that the latter was."""
 
     first: list[float] = field(default_factory=list)
     last: list[float] = field(default_factory=list)

@@ -79,7 +79,7 @@ def _answered(trajectory: Trajectory) -> list[ToolCall]:
 
 
 def _has_looked(trajectory: Trajectory, *, is_refusal: bool) -> bool:
-    """Whether tools were asked about what the task is about, and said something."""
+    """Return whether tools were asked about what the task is about, and said something."""
     calls = _answered(trajectory)
     words = {word for call in calls for word in _words(call.arguments)}
     symbols = {str(symbol).casefold() for symbol in cast("Sequence[Any]", trajectory.task.metadata[SYMBOLS])}

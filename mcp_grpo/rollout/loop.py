@@ -229,7 +229,7 @@ class _Attempt:
         return parsed, self._has_ended(generation)
 
     def _has_ended(self, generation: Generation) -> bool:
-        """Whether the policy ended its turn by itself: the token that does so is there."""
+        """Return whether the policy ended its turn by itself: the token that does so is there."""
         return generation.finish_reason == "stop" and generation.token_ids[-1] in self._renderer.end_of_turn_ids
 
     async def _draw(self, seed: int, schemas: Sequence[dict]) -> tuple[Generation, ParsedTurn]:
@@ -314,7 +314,7 @@ class _Attempt:
 
 
 def _calls_nothing(parsed: ParsedTurn) -> bool:
-    """Whether a turn neither calls a tool nor tries to."""
+    """Return whether a turn neither calls a tool nor tries to."""
     return not parsed.calls and parsed.malformed is None
 
 

@@ -156,7 +156,7 @@ def _answer(value: Any) -> Any:
 
 
 def _is_script(value: Any) -> bool:
-    """Whether it is a scripted solution, which [`~mcp_grpo.evaluation.run_solutions`] runs, and no answer."""
+    """Return whether it is a scripted solution, which [`~mcp_grpo.evaluation.run_solutions`] runs, and no answer."""
     return isinstance(value, Mapping) and "steps" in value
 
 

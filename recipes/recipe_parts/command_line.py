@@ -142,14 +142,14 @@ class StrictParser(TrlParser):
         return f"There is no setting `{name}` ({place}){explain(name, self._known())}"
 
     def _strays(self, strings: Sequence[str]) -> list[str]:
-        """What is wrong with strings of the command line that nothing took."""
+        """Say what is wrong with strings of the command line that nothing took."""
         flags = [each[2:].partition("=")[0].replace("-", "_") for each in strings if each.startswith("--")]
         if flags:
             return [self._unknown(name, "on the command line") for name in flags]
         return [f"Nothing is known of {each!r} on the command line. Settings begin with `--`." for each in strings[:1]]
 
     def _value_problem(self, flag: str, problem: str) -> str:
-        """What is wrong with the value of a setting, and what it may be."""
+        """Say what is wrong with the value of a setting, and what it may be."""
         action = self._option_string_actions[flag]
         meaning = ". ".join(" ".join(str(action.help or "").replace("%%", "%").split()).split(". ")[:2]).rstrip(".")
         if problem.startswith("expected"):

@@ -467,7 +467,7 @@ def nearest(name: str, known: Collection[str], number: int = 3) -> list[str]:
 
 
 def _likeness(one: str, other: str) -> float:
-    """How alike two names are, from 0 to 1: letter by letter, or word by word in any order."""
+    """Return how alike two names are, from 0 to 1: letter by letter, or word by word in any order."""
     letters = difflib.SequenceMatcher(None, one, other).ratio()
     words, others = one.replace("-", "_").split("_"), other.replace("-", "_").split("_")
     matched = [w for w in words if difflib.get_close_matches(w, others, n=1, cutoff=0.75)]
