@@ -73,7 +73,7 @@ class BatchingTrainer(PublishingTrainer):
         self._kept_step = None
         if self.state.global_step:  # a run after a run
             self._begin_anew()
-        with self._phases("other"), project_of_trackers(self.args.project):
+        with self._phases("other"), project_of_trackers(self.args.project), self._gpu_watch:
             output = super().train(*args, **kwargs)
         stopped = [note for note in self.health_notes if note.is_fatal]
         if stopped:

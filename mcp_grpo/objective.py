@@ -69,7 +69,6 @@ class ObjectiveTrainer(GRPOTrainer):
     num_generations_eval: int
     reward_weights: torch.Tensor
     chat_template_kwargs: dict[str, Any]
-    _gpu_watch: GPUWatch
 
     _is_guarded = False  # whether it is known what tokens were sampled with, so that ratios and KL are guarded
 
@@ -79,6 +78,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._logps: Any = None
         self._is_scoring = False
         self._phases = Phases(args)
+        self._gpu_watch = GPUWatch()
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self._turn_rewards = TurnRewards(self.reward_funcs, self.reward_func_names)
         self.reward_funcs = self._turn_rewards.functions

@@ -25,7 +25,7 @@ from mcp_grpo.learning import (
     tool_metrics,
     trajectory_metrics,
 )
-from mcp_grpo.monitor import GPUWatch, speak_in_terminal
+from mcp_grpo.monitor import speak_in_terminal
 from mcp_grpo.requirements import check_packages
 from mcp_grpo.rewards.checks import check_tasks, rewardable_tasks
 from mcp_grpo.rollout import Background, Renderer, RolloutEngine, RolloutProgress, derived_seed, progress_bar
@@ -101,7 +101,6 @@ class MCPGRPOTrainer(BatchingTrainer):
             args = MCPGRPOConfig(f"{Path(name).name}-MCP-GRPO")
         if args.process_index == 0:
             speak_in_terminal("mcp_grpo")
-        self._gpu_watch = GPUWatch()
         self._engine: RolloutEngine | None = None
         self._sampler: Sampler | None = None
         self._tasks: list[Task] = []
@@ -126,7 +125,8 @@ class MCPGRPOTrainer(BatchingTrainer):
             with vllm_made_by(vllm_backend(args)), heads_made_by(heads if args.first_phase_steps else None):
                 rows = NO_TASKS if train_dataset is None else train_dataset
                 super().__init__(model, reward_funcs, args, rows, **kwargs)
-            self.train_dataset = train_dataset
+            if train_dataset is None:
+                self.train_dataset = None  # so that `train` can say so
             self._sampler = VLLMSampler(self, self._engine) if self.use_vllm else TransformersSampler(self)
             self._renderer = Renderer(
                 self._tokenizer, end_of_turn_ids=self.eos_token_ids, chat_template_kwargs=self.chat_template_kwargs
@@ -149,7 +149,6 @@ class MCPGRPOTrainer(BatchingTrainer):
     def close(self) -> None:
         """End every server, what is still rolled out, and vLLM in process. Safe to call more than once."""
         try:
-            self._gpu_watch.close()
             self._drop_ahead()
             if self._sampler is not None:
                 self._sampler.close()

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,10 +164,14 @@ def test_a_gpu_is_watched_between_steps_until_the_end(monkeypatch: pytest.Monkey
 
     watch = GPUWatch(sample)
     assert watch.metrics() == {}
-    assert watch._thread
-    watch._thread.join(timeout=10)
-    assert done
-    assert watch.metrics() == {"gpu/memory_gib": 30.0, "gpu/utilization": 0.75}
-    assert watch.metrics() == {}
-    watch.close()
-    watch.close()
+    with watch:
+        assert watch._thread
+        watch._thread.join(timeout=10)
+        assert done
+        assert watch.metrics() == {"gpu/memory_gib": 30.0, "gpu/utilization": 0.75}
+        assert watch.metrics() == {}
+    seen = iter([(0.25, 5.0)])
+    with watch:  # another run
+        watch._thread.join(timeout=10)
+    assert watch.metrics() == {"gpu/memory_gib": 5.0, "gpu/utilization": 0.25}
+    assert not any(thread.name == "gpu-watch" for thread in threading.enumerate())

@@ -3,11 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
 
 SAMPLE_SECONDS = 1.0
+MAX_WAIT = 5.0  # seconds for the thread to end
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ def device_sample() -> tuple[float | None, float]:
 
 class GPUWatch:
     """
-    Watches the GPU between steps, on a thread of its own.
+    Watches the GPU while a context is open, on a thread of its own.
 
     Args:
         sample (`Callable`, *optional*):
@@ -43,19 +45,26 @@ class GPUWatch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def __enter__(self) -> Self:
+        if self._sample is not None:
+            self._end.clear()
+            self._thread = threading.Thread(target=self._watch, args=[self._sample], name="gpu-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=MAX_WAIT)
+
     def metrics(self) -> dict[str, float]:
         """
-        Sum up what was seen since the last time, and begin to watch if that is the first.
+        Sum up what was seen since the last time.
 
         Returns:
             `dict[str, float]`: `gpu/utilization`, the mean share of time in which it worked, and `gpu/memory_gib`, the most
             memory that was taken; nothing where there is no GPU.
         """
-        if self._sample is None:
-            return {}
-        if self._thread is None and not self._end.is_set():
-            self._thread = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
-            self._thread.start()
         with self._lock:
             samples, self._samples = self._samples, []
         if not samples:
@@ -64,17 +73,10 @@ class GPUWatch:
         figures = {"gpu/memory_gib": max(memory for _, memory in samples)}
         return figures | ({"gpu/utilization": sum(shares) / len(shares)} if shares else {})
 
-    def close(self) -> None:
-        """Stop watching. Safe to call more than once."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * SAMPLE_SECONDS)
-
-    def _watch(self) -> None:
-        assert self._sample
+    def _watch(self, sample: Callable[[], tuple[float | None, float]]) -> None:
         while not self._end.wait(SAMPLE_SECONDS):
             try:
-                seen = self._sample()
+                seen = sample()
             except RuntimeError as error:  # the device is gone: the run itself will say so
                 logger.info("The GPU is no longer watched: %s", error)
                 return
