@@ -188,7 +188,7 @@ class ObjectiveTrainer(GRPOTrainer):
         self._add_columns(batch)
         if self._critic is not None or self.args.advantage_mode != "group":
             self._add_turns(batch)
-        if self.model.training:
+        if self.model.training and self._is_guarded:
             self._figures["is_flat"] = float(self._is_flat())
         return batch
 
@@ -506,7 +506,7 @@ class _StepEnd(TrainerCallback):
         if not self._trainer._end_step():
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no"
-        if control.should_training_stop and args.eval_strategy != "no":
+        if self._trainer._is_guarded and control.should_training_stop and args.eval_strategy != "no":
             control.should_evaluate = True  # or nobody would know how well the last policy does
 
 

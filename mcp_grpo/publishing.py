@@ -436,7 +436,7 @@ class PublishingTrainer(ObjectiveTrainer):
             self._engine.turns.load_state_dict(state["turns"])
         self._health.load_state_dict(state["health"])
         file = Path(cast("str", self.args.output_dir)) / EVALUATIONS_FILE
-        self.evaluations = read_judged(file, up_to=state["global_step"])
+        self.evaluations = read_judged(file, up_to=state.get("global_step", 0))
         if self._kl_control is not None and state["kl_control"]:
             self._kl_control.load_state_dict(state["kl_control"])
             self.beta = self._kl_control.beta

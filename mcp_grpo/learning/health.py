@@ -422,10 +422,11 @@ class Health:
             state (`Mapping[str, Any]`):
                 From [`state_dict`].
         """
-        notes = [HealthNote(**note) for note in state["notes"]]
+        notes = [HealthNote(**note) for note in state.get("notes", [])]
         stopped = {note.name for note in notes if note.is_fatal}
         self.notes = [note for note in notes if not note.is_fatal]
         self._counts = {name: 0 if name in stopped else count for name, count in state["counts"].items()}
-        self._num_batches = state["num_batches"]
         self._explained = deque(state["explained"], maxlen=2 * EV_WINDOW)
-        self._trends = {name: _Trend(**values) for name, values in state["trends"].items()}
+        if "trends" in state:  # not in the checkpoints of earlier versions
+            self._num_batches = state["num_batches"]
+            self._trends = {name: _Trend(**values) for name, values in state["trends"].items()}

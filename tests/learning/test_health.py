@@ -196,6 +196,12 @@ def test_health_goes_on_where_it_was() -> None:
     assert "collapse" in [note.name for note in said]
 
 
+def test_health_goes_on_from_a_checkpoint_that_knows_less() -> None:
+    health = Health(patience=1)
+    health.load_state_dict({"counts": {"no_calls": 1}, "explained": [0.5]})
+    assert [note.name for note in health.check(FINE | {"tools/call_frequency": 0.0})] == ["no_calls"]
+
+
 def test_what_a_run_was_stopped_for_may_stop_it_again_but_not_at_once() -> None:
     silent = FINE | FLAT | {"tools/call_frequency": 0.0}
     health = Health(patience=3)
