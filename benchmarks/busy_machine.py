@@ -36,7 +36,7 @@ from rich.table import Table
 MAX_RATIO = 3.0
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with whoever started it
 NUM_BUSY = max(2, os.cpu_count() or 1)
-PATIENCE = 40.0  # seconds of steps beside busy processes
+PATIENCE = 40.0  # seconds of steps, alone and beside busy processes
 CONTENDERS: dict[str, dict[str, str]] = {
     "ours": {},
     "spinning": {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "ACTIVE"},
@@ -90,7 +90,7 @@ def train(num_steps: int, path: Path) -> None:
     from mcp_grpo import MCPGRPOTrainer, exact_answer
 
     class Steps(TrainerCallback):
-        """Notes how long steps take, and stops when there were enough."""
+        """Notes how long steps take, and stops when there were enough or they have taken too long."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []
@@ -101,14 +101,14 @@ def train(num_steps: int, path: Path) -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds.append(time.monotonic() - self.start)
-            control.should_training_stop = len(self.seconds) > num_steps
+            control.should_training_stop = len(self.seconds) > num_steps or sum(self.seconds) > PATIENCE
 
     rows, _ = build_tasks()
     load, alone, beside = os.getloadavg()[0], Steps(), Steps()
 
     def write() -> None:
         # The first step alone has to wake up what the others find awake.
-        result = {"alone": alone.seconds[1:], "beside": beside.seconds, "load": load}
+        result = {"alone": alone.seconds[1:] or alone.seconds, "beside": beside.seconds, "load": load}
         waiting = os.environ.get("OMP_WAIT_POLICY", "default")
         path.write_text(json.dumps({**result, "threads": torch.get_num_threads(), "waiting": waiting}))
 
@@ -153,20 +153,26 @@ def busy(number: int) -> Iterator[None]:
 
 def slowdown(result: Result) -> float:
     """Return how many times slower steps were beside busy processes than alone, at least."""
-    return statistics.median(result["beside"] or [PATIENCE]) / statistics.median(result["alone"])
+    return beside(result) / statistics.median(result["alone"])
+
+
+def beside(result: Result) -> float:
+    """Return the seconds of a step beside busy processes, at least."""
+    return statistics.median(result["beside"] or [PATIENCE])
 
 
 def show(results: dict[str, Result]) -> None:
     """Print a table."""
     cores = f"{os.cpu_count()} cores, with a load of {results['ours']['load']:.1f} before it began"
     table = Table(title=f"Seconds per step alone and beside {NUM_BUSY} busy processes, on {cores}")
-    for column in ("", "threads", "waiting", "alone", "beside", "times slower"):
+    for column in ("", "threads", "waiting", "alone", "beside", "times slower", "times ours beside"):
         table.add_column(column)
     for name, result in results.items():
         more = "" if result["beside"] else "more than "
-        beside = shown(result["beside"]) if result["beside"] else f"more than {PATIENCE:.0f}"
-        times = f"{more}{slowdown(result):.1f}"
-        table.add_row(name, str(result["threads"]), result["waiting"], shown(result["alone"]), beside, times)
+        seconds = shown(result["beside"]) if result["beside"] else f"{more}{PATIENCE:.0f}"
+        ratios = (slowdown(result), beside(result) / beside(results["ours"]))
+        times = [f"{more}{ratio:.1f}" for ratio in ratios]
+        table.add_row(name, str(result["threads"]), result["waiting"], shown(result["alone"]), seconds, *times)
     Console().print(table)
 
 
