@@ -561,8 +561,7 @@ def test_bf16_is_used_where_a_gpu_has_it_or_it_is_asked_for(
 
 
 def test_rolling_out_needs_servers(tmp_path: Path, adding_model: str) -> None:
-    trainer = MCPGRPOTrainer(
-        adding_model, lambda completions, **kwargs: [0.0] * len(completions), config(tmp_path), DATASET
-    )
+    args = config(tmp_path, on_unhealthy="stop")
+    trainer = MCPGRPOTrainer(adding_model, lambda completions, **kwargs: [0.0] * len(completions), args, DATASET)
     with pytest.raises(SettingsError, match="servers"):
         trainer.roll_out(DATASET)
