@@ -650,13 +650,17 @@ def test_settings_that_cannot_learn_are_refused(tmp_path: Path, changes: dict[st
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("changes", [{"schema_mask": "syntax"}, {"dynamic_sampling": 1}, {"truncation": "mask"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"schema_mask": "syntax"}, {"dynamic_sampling": 1}, {"truncation": "mask"}, {"on_unhealthy": "strict"}],
+)
 def test_settings_that_would_do_nothing_without_servers_are_refused(
     tmp_path: Path, adding_model: str, changes: dict[str, Any]
 ) -> None:
     rows = Dataset.from_list([{"prompt": "2+3?"}] * 8)
+    args = settings(tmp_path, **{"on_unhealthy": "stop", **changes})
     with pytest.raises(SettingsError, match=f"`{next(iter(changes))}=.*there are none. Pass `servers`"):
-        MCPGRPOTrainer(adding_model, lambda **_: [0.0], settings(tmp_path, **changes), rows)
+        MCPGRPOTrainer(adding_model, lambda **_: [0.0], args, rows)
 
 
 def test_what_is_only_judged_is_judged_without_retries(tmp_path: Path, adding_model: str) -> None:
