@@ -12,7 +12,7 @@ def test_a_solution_that_never_says_that_it_is_done_solves_nothing(shell: Shell)
     )
     rows = [json.loads(line) for line in (shell.folder / "desk" / "train.jsonl").read_text().splitlines()]
     (whole,) = (row for row in rows if row["family"] == "report")
-    cut = {**whole, "task_id": "cut", "solution": {"steps": whole["solution"]["steps"]}}
+    cut = {**whole, "task_id": "cut", "solution": {**whole["solution"], "final": ""}}
     (shell.folder / "cut.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (whole, cut)))
     said = shell.run("mcp-grpo", "tasks", "check", "cut.jsonl")
     assert said.status == 1
