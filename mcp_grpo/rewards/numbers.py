@@ -83,8 +83,8 @@ _MONTH = (
 _DATE = re.compile(
     rf"""
     (?<![\w.])(?:
-      (?P<year>\d{{4}})[-/.](?P<month>\d{{1,2}})[-/.](?P<day>\d{{1,2}})(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?
-    | (?P<first>\d{{1,2}})[-/.](?P<second>\d{{1,2}})[-/.](?P<year2>\d{{4}})
+      (?P<year>\d{{4}})(?P<by>[-/.])(?P<month>\d{{1,2}})(?P=by)(?P<day>\d{{1,2}})(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?
+    | (?P<first>\d{{1,2}})(?P<by2>[-/.])(?P<second>\d{{1,2}})(?P=by2)(?P<year2>\d{{4}})
     | (?P<day3>\d{{1,2}})(?:st|[nr]d|th)?\s+(?:of\s+)?{_MONTH.format("month3")},?\s+(?P<year3>\d{{4}})
     | {_MONTH.format("month4")}\s+(?P<day4>\d{{1,2}})(?:st|[nr]d|th)?,?\s+(?P<year4>\d{{4}})
     )(?!\w)
