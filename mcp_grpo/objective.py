@@ -471,6 +471,8 @@ class ObjectiveTrainer(GRPOTrainer):
         figures["entropy"] = sum(entropies) / len(entropies)
         if self._kl_control is not None:
             figures["kl_target"] = cast(float, self.args.kl_target)
+        if self.args.constrained_decoding:  # ratios are to what the constraint left, and not 1
+            figures.pop("align/score", None)
         if self._bootstrap.strength(self.state.global_step):  # calls are being learnt
             figures.pop("tools/valid_rate", None)
         is_on_policy = self._is_on_policy and not self.args.rollout_ahead
