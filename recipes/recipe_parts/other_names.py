@@ -487,7 +487,7 @@ def _leaves(
 
 
 def _settings_of(path: tuple[str, ...], value: Any, known: Collection[str]) -> dict[str, Any] | None:
-    """What a setting in a section is here; `None` if that is not certain."""
+    """Return what a setting in a section is here; `None` if that is not certain."""
     name, section = path[-1].lower(), path[-2].lower() if len(path) > 1 else ""
     if isinstance(value, Mapping) and name in _SERVERS:
         return None

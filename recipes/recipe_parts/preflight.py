@@ -74,7 +74,7 @@ class Preflight:
 
 
 class _Checks:
-    """What has been checked so far. One check that fails does not keep another from being made."""
+    """Checks made so far. One that fails does not keep another from being made."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -118,7 +118,7 @@ class _Checks:
             self.problems.append(f"{name}: {problem}")
 
     def has_failed(self, *names: str) -> bool:
-        """Whether one of these checks has failed."""
+        """Return whether one of these checks has failed."""
         return any(name in self._failed for name in names)
 
 

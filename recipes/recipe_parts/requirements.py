@@ -97,7 +97,7 @@ def check_requirements(config: Any, model: Any) -> None:
 
 
 def _missing_on_hub(name: str, revision: str) -> str | None:
-    """What is wrong, if the Hub does not have a model for us."""
+    """Say what is wrong if the Hub does not have a model for us."""
     try:
         validate_repo_id(name)
         if constants.HF_HUB_OFFLINE:
@@ -123,7 +123,7 @@ def _missing_on_hub(name: str, revision: str) -> str | None:
 
 
 def _is_cached(name: str, revision: str) -> bool:
-    """Whether the cache of the Hub has a model's configuration and all of its weights."""
+    """Return whether the cache of the Hub has a model's configuration and all of its weights."""
 
     def path(file: str) -> str | None:
         try:
