@@ -1,10 +1,14 @@
-.PHONY: help quickstart warm-start test test-slow peers benchmark quality style clean
+.PHONY: help quickstart warm-start test test-unit test-all fuzz peers benchmark quality style docs docs-serve screenshots wheel clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Installs faster where it is there; `make UV=` goes without.
 UV := $(shell command -v uv 2> /dev/null)
+# A file stays on one process, as its tests share what takes long to start.
+IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Where it is set, every process that a test starts would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $${OMP_NUM_THREADS:-1}
 
@@ -17,19 +21,24 @@ quickstart: $(VENV)/installed  ## Make the environment and train a small model o
 warm-start: $(VENV)/installed  ## Make the model that the quickstart starts from anew, for other tasks or tools (minutes)
 	PYTHONPATH=recipes $(BIN)/python -m quickstart_world.make_warm_start
 
-test: $(VENV)/installed  ## Make the environment and run the tests
-	@$(BIN)/python tests/install_vllm.py
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/installed  ## Make the environment and run the tests, without vLLM (6 minutes on two cores)
+	$(BIN)/python -m pytest -m "not full and not vllm" $(IN_PARALLEL)
 
-test-slow: $(VENV)/installed  ## Run the tests that take minutes, too
+test-unit: $(VENV)/installed  ## Run the tests that need nothing but their own process (2 minutes on one core)
+	$(BIN)/python -m pytest tests/unit -m "not full and not vllm"
+
+test-all: $(VENV)/installed  ## Install vLLM where there is a wheel for CPUs, and run everything that CI runs (half an hour)
 	@$(BIN)/python tests/install_vllm.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --hypothesis-profile full $(IN_PARALLEL)
 
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
 	$(BIN)/python tests/peers/install.py
 	$(BIN)/python -m pytest -m peers
 
-benchmark: $(VENV)/installed  ## Measure the tool pool on real server processes, and check what it promises (2 minutes)
+fuzz: $(VENV)/installed  ## Look for input that breaks something, for about an hour, and tell what was covered (FUZZ_EXAMPLES=100 for less)
+	$(BIN)/python -m pytest -m fuzz --hypothesis-profile fuzz --hypothesis-show-statistics --timeout 0 -p no:cacheprovider
+
+benchmark: $(VENV)/installed  ## Measure the tool pool on real server processes, and check what it promises (5 minutes)
 	$(BIN)/python benchmarks/tool_pool.py
 
 quality: $(VENV)/installed  ## Check lint, format, types, spelling and import rules
@@ -43,6 +52,22 @@ style: $(VENV)/installed  ## Mend lint and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/installed-docs  ## Build the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/installed-docs  ## Show the documentation in a browser, and follow changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+screenshots: $(VENV)/installed  ## Take the pictures of the dashboard anew, from two short trainings (needs Chromium; 10 minutes)
+	$(BIN)/python docs/screenshots.py
+
+wheel:  ## Build the wheel into dist/, and check what is in it
+	rm -rf dist build/wheel
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/wheel/bin/python -m build --outdir dist > build/wheel/log || { cat build/wheel/log; exit 1; }
+	build/wheel/bin/python .ci/check_wheel.py dist
+
 clean:  ## Remove the environment
 	rm -rf $(VENV)
 
@@ -55,4 +80,9 @@ else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 endif
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check) --quiet \
+		--constraint constraints.txt --editable ".[docs]"
 	@touch $@

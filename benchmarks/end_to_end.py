@@ -266,8 +266,8 @@ def measure(arguments: Arguments, contender: str, folder: Path) -> dict[str, Any
         ):
             start_seconds = time.perf_counter() - start
             _watch(clock, trainer)
-            clock.watch(trainer, "_roll_out_batch", "rollout")
-            clock.watch(trainer._sampler, "_prepare", "sync")
+            clock.watch(trainer._collector, "collect", "rollout")
+            clock.watch(trainer._collector.sampler, "_prepare", "sync")
             trainer.train()
     lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log]
     if set(lengths) != {float((NUM_CALLS + 1) * arguments.tokens)}:

@@ -42,11 +42,12 @@ from slow_server import ANSWER, DESCRIPTION, NAME
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer import grpo_trainer
 
-from mcp_grpo._trl import engine_arguments
-from mcp_grpo.rollout import Generation, Renderer, Sampling
+from mcp_grpo.rollout import Renderer
 from mcp_grpo.rollout.renderer import ParsedTurn
-from mcp_grpo.rollout.vllm_backend import VLLMBackend
-from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
+from mcp_grpo.sampling import Generation, Sampling
+from mcp_grpo.sampling.vllm_backend import VLLMBackend
+from mcp_grpo.sampling.vllm_server_backend import VLLMServerBackend
+from mcp_grpo.trl_compat import engine_arguments
 from mcp_grpo.types import ToolCall, ToolResult
 
 

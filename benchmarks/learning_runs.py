@@ -193,7 +193,7 @@ def train_on_servers(
     from datasets import Dataset
     from quickstart import ADAPTER, SERVERS, make_config
 
-    from mcp_grpo import MCPGRPOTrainer, evaluate
+    from mcp_grpo import MCPGRPOTrainer, summarize
 
     torch.set_num_threads(1)
     folder: Path = arguments.output_dir
@@ -209,7 +209,7 @@ def train_on_servers(
         peft_config=ADAPTER,
     ) as trainer:
         held_out = Dataset.from_list(tasks.held_out)
-        return train_and_judge(trainer, lambda: evaluate(trainer.roll_out(held_out, num_generations=2)).success, seed)
+        return train_and_judge(trainer, lambda: summarize(trainer.roll_out(held_out, num_generations=2)).success, seed)
 
 
 def train_and_judge(trainer: Any, success: Callable[[], float], seed: int) -> Result:

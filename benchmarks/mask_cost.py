@@ -61,10 +61,11 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from mcp_grpo.learning import GrammarRoles, MaskRule, SchemaMask, SyntaxRoles, rollout_columns, token_columns
-from mcp_grpo.learning.schema_mask import RolesOf
+from mcp_grpo.learning import rollout_columns, token_columns
+from mcp_grpo.masking import GrammarRoles, MaskRule, SchemaMask, SyntaxRoles
+from mcp_grpo.masking.grammar import TurnGrammars
+from mcp_grpo.masking.mask import RolesOf
 from mcp_grpo.rollout import Renderer
-from mcp_grpo.rollout.grammar import TurnGrammars
 from mcp_grpo.types import Exchange, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 

@@ -86,7 +86,7 @@ STOCK, STOCK_ADAPTER = "TRL", "TRL, reference adapter"
 EXTRAS: dict[str, dict[str, Any]] = {
     "guards": {},
     "+ schema mask": {"schema_mask": "syntax", "schema_mask_min_prob": 0.0},
-    "+ value head": {"advantage_mode": "hybrid", "value_warmup_steps": 0},
+    "+ value head": {"advantage_mode": "hybrid"},
     "+ reference EMA": {"ref_sync": "ema", "ref_sync_steps": 1},
     "+ bootstrap": {"bootstrap_steps": 100},
 }
@@ -213,7 +213,12 @@ class Replay(MCPGRPOTrainer):
 
     given: Sequence[Trajectory]
 
-    def _attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self._collector
+        self._collector.attempt = self._give
+
+    def _give(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
         # Copies, for a trajectory remembers what it has once put together.
         return [replace(trajectory, task=task) for trajectory, task in zip(self.given, tasks, strict=True)]
 

@@ -41,17 +41,19 @@ sys.path.append(str(Path(__file__).parent.parent / "recipes"))
 import grpo_qwen3
 import torch
 from recipe_parts.run_folder import PACKAGES
-from recipe_parts.stand_in import STAND_IN
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 
 from mcp_grpo import MCPGRPOTrainer
+from mcp_grpo.doctor.stand_in import STAND_IN
 from mcp_grpo.evaluation import run_solutions
-from mcp_grpo.monitor import installed_versions, profile_table
-from mcp_grpo.rollout import Generation, Renderer, Sampling, TransformersGenerator, engine
+from mcp_grpo.monitor import profile_table
+from mcp_grpo.publishing import installed_versions
+from mcp_grpo.rollout import Renderer, engine
 from mcp_grpo.rollout.renderer import ParsedTurn
-from mcp_grpo.rollout.vllm_backend import VLLMBackend
-from mcp_grpo.rollout.vllm_server_backend import VLLMServerBackend
+from mcp_grpo.sampling import Generation, Sampling, TransformersGenerator
+from mcp_grpo.sampling.vllm_backend import VLLMBackend
+from mcp_grpo.sampling.vllm_server_backend import VLLMServerBackend
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Message, ToolCall, Trajectory
 

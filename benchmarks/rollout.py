@@ -233,7 +233,7 @@ class InProcess:
     """
 
     def __init__(self, arguments: Arguments, trainer: Any, ours: "Ours") -> None:
-        from mcp_grpo.rollout.vllm_generator import VLLMGenerator
+        from mcp_grpo.sampling.vllm_generator import VLLMGenerator
 
         self._arguments = arguments
         self._trainer = trainer
@@ -522,7 +522,7 @@ def run_in_process(run: Run, folder: str, ours: Ours, output: Path) -> None:
 
 def run_on_server(run: Run, folder: str, ours: Ours, output: Path) -> None:
     """Ours and TRL's asynchronous worker on one server."""
-    from mcp_grpo.rollout.vllm_server_generator import VLLMServerGenerator
+    from mcp_grpo.sampling.vllm_server_generator import VLLMServerGenerator
 
     arguments = run.arguments
     start = time.perf_counter()

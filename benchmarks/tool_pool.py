@@ -5,12 +5,13 @@ Measure the tool pool, and check what it promises, on real server processes.
 
 or, in an environment that has mcp_grpo and psutil:
 
-    python benchmarks/tool_pool.py [--quick] [--json figures.json] [--parts soak overhead leases]
+    python benchmarks/tool_pool.py [--quick] [--json figures.json] [--parts soak hostile overhead leases]
 
-Three parts. **Soak**: 512 trajectories make 20 calls each on 8 shared processes, and one call in eight makes its process
+Four parts. **Soak**: 512 trajectories make 20 calls each on 8 shared processes, and one call in eight makes its process
 crash, is never answered, or is answered with too much; nothing may hang, be lost, be mixed up or be left behind.
-**Overhead**: what a call costs more than with the SDK's own client, in turns. **Leases**: how long a trajectory waits for a
-process of its own, with spares and without, and whether nobody has had it before.
+**Hostile**: how much longer the calls of innocent servers take while another one floods its reader. **Overhead**: what a call
+costs more than with the SDK's own client, in turns. **Leases**: how long a trajectory waits for a process of its own, with
+spares and without, and whether nobody has had it before.
 
 Exits with 1, and says why, if something does not hold. Figures depend on the machine and on what else it does; ratios are
 taken within one run.
@@ -32,6 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hostile import hostile
 from leases import leases
 from measuring import LogCounter, Part
 from overhead import overhead
@@ -40,12 +42,13 @@ from rich.table import Table
 from soak import soak
 
 
-PARTS = ("soak", "overhead", "leases")
+PARTS = ("soak", "hostile", "overhead", "leases")
 QUICK = {
     "trajectories": 64,
     "calls": 8,
     "processes": 4,
     "call_timeout": 0.5,
+    "hostile_calls": 300,
     "rounds": 51,
     "leases": 2,
 }
@@ -67,6 +70,7 @@ class Arguments:
     oversize: float
     call_timeout: float
     deadline: float
+    hostile_calls: int
     rounds: int
     round_calls: int
     leases: int
@@ -89,6 +93,7 @@ def parse_arguments() -> Arguments:
     add("--oversize", type=float, default=0.02, help="soak: share of calls that are answered with too much")
     add("--call-timeout", type=float, default=1.5, help="soak: deadline of a call, in seconds")
     add("--deadline", type=float, default=300.0, help="soak: deadline of the whole, in seconds")
+    add("--hostile-calls", type=int, default=1000, help="hostile: calls of the innocent in one turn")
     add("--rounds", type=int, default=201, help="overhead: turns of each client")
     add("--round-calls", type=int, default=100, help="overhead: calls in one turn")
     add("--leases", type=int, default=25, help="leases: how many each of the workers takes")
@@ -116,6 +121,8 @@ async def run(arguments: Arguments, folder: Path, log: LogCounter) -> dict[str, 
                 deadline=arguments.deadline,
                 seed=arguments.seed,
             )
+        elif name == "hostile":
+            part = await hostile(calls=arguments.hostile_calls)
         elif name == "overhead":
             part = await overhead(rounds=arguments.rounds, calls=arguments.round_calls)
         else:

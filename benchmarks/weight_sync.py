@@ -8,8 +8,8 @@ layers) is small, but the engine computes it beside the model with every token. 
 its own, it measures seconds and bytes of sending the weights, each time after they have changed, and how many tokens per
 second the engine samples after it: 64 sequences of 128 tokens.
 
-It also says which of the two `weight_sync="auto"` picks, and whether that is the faster one for a step of `--step-tokens`
-sampled tokens. On a GPU it exits with 1 if it is not. It always exits with 1 if a part fails, after all others have run.
+It also says which of the two `weight_sync="auto"` picks. That is the adapter in 16 bits, where merging rounds small changes
+away; on a GPU it exits with 1 if a step of `--step-tokens` sampled tokens then takes half as long again. It always exits with 1 if a part fails, after all others have run.
 Models are random, and nothing is downloaded.
 """
 
@@ -96,7 +96,7 @@ def measure(arguments: Arguments, shape: str, kind: str, folder: Path) -> dict[s
     from helpers.families import family_tokenizer
     from peft import LoraConfig, get_peft_model
 
-    from mcp_grpo.rollout.vllm_backend import VLLMBackend, VLLMSettings, chosen_weight_sync
+    from mcp_grpo.sampling.vllm_backend import VLLMBackend, VLLMSettings, chosen_weight_sync
 
     # The engine makes up its own weights: what is in the folder is only the shape.
     path = save_random_model(folder / "model", shape, arguments.device, weights=False)
@@ -184,6 +184,9 @@ def measure_all(arguments: Arguments) -> tuple[dict[tuple[str, str], dict[str, A
     return found, problems
 
 
+MAX_SLOWER = 1.5
+
+
 def step_seconds(figures: dict[str, Any], num_tokens: int) -> float:
     """One sync, and so many tokens."""
     rate = statistics.median(figures["tokens_per_second"])
@@ -191,15 +194,15 @@ def step_seconds(figures: dict[str, Any], num_tokens: int) -> float:
 
 
 def judge(arguments: Arguments, found: dict[tuple[str, str], dict[str, Any]]) -> list[Check]:
-    """Whether `auto` picks the faster way."""
+    """Whether the way that `auto` picks is not much slower than the other."""
     checks = []
     for shape in arguments.shapes:
         if all((shape, kind) in found for kind in KINDS):
             seconds = {kind: step_seconds(found[shape, kind], arguments.step_tokens) for kind in KINDS}
-            best, picked = min(seconds, key=seconds.__getitem__), found[shape, KINDS[0]]["auto"]
+            picked = found[shape, KINDS[0]]["auto"]
             shown = ", ".join(f"{kind} {value:.2f} s" for kind, value in seconds.items())
-            claim = f'{shape}: "auto" picks {picked!r}, the faster one for {arguments.step_tokens:,} tokens'
-            checks.append(Check(claim=claim, holds=picked == best, got=shown))
+            claim = f'{shape}: "auto" picks {picked!r}, at most {MAX_SLOWER} times as long for {arguments.step_tokens:,} tokens'
+            checks.append(Check(claim=claim, holds=seconds[picked] <= MAX_SLOWER * min(seconds.values()), got=shown))
     return checks
 
 

@@ -6,9 +6,18 @@ what was got, and what to do. What goes wrong *inside* a rollout is data ([`Tool
 exception: a failing tool is an observation for the policy, and a failing server ends one trajectory.
 """
 
+from mcp_grpo.inert import inert
+
 
 class MCPGRPOError(Exception):
-    """Base of every error this library raises on purpose."""
+    """
+    Base of every error this library raises on purpose.
+
+    A message may quote a server, a file or a policy. Control characters in it are shown, so that a terminal does not obey them.
+    """
+
+    def __str__(self) -> str:
+        return inert(super().__str__())
 
 
 class SettingsError(MCPGRPOError, ValueError):
@@ -41,6 +50,10 @@ class CassetteError(MCPGRPOError, ValueError):
 
 class RolloutError(MCPGRPOError, RuntimeError):
     """Rollouts that cannot be trained on, such as too many failed by their servers."""
+
+
+class RewardError(MCPGRPOError, RuntimeError):
+    """A reward function that raised, for a trajectory that the message names."""
 
 
 class SamplerError(MCPGRPOError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Packages of extras: which settings need one, and what to say where it is not installed."""
+"""Optional packages: which settings need one, and what to install or change if it is missing."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from transformers.training_args import OptimizerNames
 from mcp_grpo.errors import SettingsError
 
 
+# Packages, and the extra of this library that installs each.
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "bitsandbytes": "quantization", "llguidance": "grammar"}
-"""Packages, and the extra of this library that installs each."""
 
 _BITSANDBYTES_OPTIMIZERS = {
     optimizer.value
@@ -22,19 +22,7 @@ _BITSANDBYTES_OPTIMIZERS = {
 
 
 def missing_packages(args: Any, model: Any = None) -> list[str]:
-    """
-    Return what a run needs and this machine does not have.
-
-    Args:
-        args ([`MCPGRPOConfig`] or `Namespace`):
-            Settings of the run.
-        model ([`~trl.ModelConfig`] or `Namespace`, *optional*):
-            How the model is loaded.
-
-    Returns:
-        `list[str]`: One sentence for each setting that needs a package which is not installed: what to install, or what to
-        set to do without it.
-    """
+    """Return a sentence for each setting that needs a missing package: what to install, or what to set instead."""
     return [
         f"{setting} needs `{package}`, which is not installed: `pip install 'mcp-grpo[{EXTRAS[package]}]'`, or {otherwise}."
         for package, setting, otherwise in _needed(args, model)
@@ -43,24 +31,13 @@ def missing_packages(args: Any, model: Any = None) -> list[str]:
 
 
 def check_packages(args: Any, model: Any = None) -> None:
-    """
-    Refuse settings that need packages which are not installed.
-
-    Args:
-        args ([`MCPGRPOConfig`] or `Namespace`):
-            Settings of the run.
-        model ([`~trl.ModelConfig`] or `Namespace`, *optional*):
-            How the model is loaded.
-
-    Raises:
-        [`SettingsError`]: If there are such settings; the message names them all.
-    """
+    """Raise [`SettingsError`] if settings of the run, or of how its model is loaded, need missing packages."""
     if missing := missing_packages(args, model):
         raise SettingsError(" ".join(missing))
 
 
 def _needed(args: Any, model: Any) -> Iterator[tuple[str, str, str]]:
-    """The packages that are needed, the setting that needs each, and how to do without it."""
+    """Yield each package that is needed, the setting that needs it, and how to do without it."""
     if getattr(args, "use_vllm", False) and args.vllm_mode == "colocate":  # a server is installed elsewhere
         yield "vllm", "`use_vllm: true`", "set `--use_vllm false`"
     if getattr(args, "deepspeed", None):
@@ -73,5 +50,7 @@ def _needed(args: Any, model: Any) -> Iterator[tuple[str, str, str]]:
     for setting in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, setting, False):
             yield "bitsandbytes", f"`{setting}: true`", f"set `--{setting} false`"
-    if (mask := getattr(args, "schema_mask", "off")) in ("grammar", "sampler"):
-        yield "llguidance", f"`schema_mask: {mask}`", "set `--schema_mask syntax --constrained_decoding false`"
+    if getattr(args, "schema_mask", "off") == "grammar":
+        yield "llguidance", "`schema_mask: grammar`", "set `--schema_mask syntax`"
+    if getattr(args, "constrained_decoding", False):
+        yield "llguidance", "`constrained_decoding: true`", "set `--constrained_decoding false`"

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
+from operator import add
 from typing import Any, Protocol
-
-from mcp_grpo.token_view import TokenView, ViewCall, ViewToken
 
 
 Message = dict[str, Any]  # a chat message, as chat templates and TRL take it
 
 TRAJECTORY_ID = "mcp_grpo/trajectory_id"
+SETUP = "mcp_grpo/setup"
 """In `_meta` of a request: whose call it is, for servers that keep state by that."""
 OUTAGE = "mcp_grpo/outage"
 """In `_meta` of an error: what the server itself relies on has failed, so that the policy is not to blame."""
@@ -33,22 +33,23 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The completion reached its token budget."""
     CONTEXT_FULL = "context_full"
-    """A tool result did not fit into the model's context, which was tighter than the token budget."""
+    """A tool result did not fit into the model's context, which was tighter than the token budget; or the prompt did not."""
     DEADLINE = "deadline"
-    """The trajectory, or its whole batch, ran out of wall-clock time."""
+    """The trajectory ran out of wall-clock time."""
     SERVER_FAILED = "server_failed"
     """A server broke or did not answer in time: our fault, never the policy's."""
-    STRAGGLER = "straggler"
-    """Most of its batch had ended, and those that were left were cut, as was asked for: no failure."""
 
     @property
     def is_failure(self) -> bool:
-        """Whether the trajectory ended for a reason the policy is not to blame for."""
-        return self in (StopReason.CONTEXT_FULL, StopReason.DEADLINE, StopReason.SERVER_FAILED)
+        """
+        Tell whether the trajectory ended for a reason the policy is not to blame for. A full context is none: the policy asked
+        for what did not fit, and what is left out is never unlearnt.
+        """
+        return self in (StopReason.DEADLINE, StopReason.SERVER_FAILED)
 
 
 class ResultKind(StrEnum):
-    """What came back from a tool call, by whose doing it is."""
+    """The kind of result of a tool call, by who is responsible for it."""
 
     OK = "ok"
     TOOL_ERROR = "tool_error"
@@ -61,17 +62,17 @@ class ResultKind(StrEnum):
 
     @property
     def is_policy_fault(self) -> bool:
-        """Whether the policy asked for something that could not be called."""
+        """Tell whether the policy asked for something that could not be called."""
         return self in (ResultKind.UNKNOWN_TOOL, ResultKind.INVALID_ARGUMENTS, ResultKind.MALFORMED_CALL)
 
     @property
     def is_server_fault(self) -> bool:
-        """Whether the call failed for a reason that is ours; the trajectory is then not trained on."""
+        """Tell whether the call failed for a reason on our side; the trajectory is then not trained on."""
         return self in (ResultKind.TIMEOUT, ResultKind.SERVER_ERROR)
 
 
 class TokenRole(StrEnum):
-    """What a token is to the one who wrote it."""
+    """The part a token plays in a tool call."""
 
     ENVIRONMENT = "environment"
     """Written by a tool or by the chat template."""
@@ -83,6 +84,22 @@ class TokenRole(StrEnum):
     """Syntax of a tool call and a choice in one token, which makes it a choice."""
     FORCED = "forced"
     """Syntax of a valid tool call, where its format left no choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserTurn:
+    """
+    A further message of the user, after the policy has answered.
+
+    Args:
+        content (`str`):
+            The message.
+        tools (`tuple[str, ...]`, *optional*):
+            Names of tools that the policy may use from now on. Until then it is not offered them.
+    """
+
+    content: str
+    tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +117,13 @@ class Task:
         tools (`tuple[str, ...]`, *optional*):
             Names of the tools the policy may use. `None` stands for all tools of `servers`.
         max_turns (`int`, *optional*):
-            Limit on turns for this task; the configuration's limit applies when it is `None`.
+            Limit on turns for this task, after each message of the user; the configuration's limit applies when it is `None`.
         difficulty (`str`, *optional*):
-            Free label, used to break figures down.
+            Free label, used to group metrics.
         answer (`Any`, *optional*):
             Expected answer, in whatever form the reward functions read it.
+        user_turns (`tuple[UserTurn, ...]`, *optional*):
+            Further messages of the user: each follows an answer of the policy.
         metadata (`Mapping[str, Any]`, *optional*):
             Every other column of the row.
     """
@@ -116,13 +135,14 @@ class Task:
     max_turns: int | None = None
     difficulty: str | None = None
     answer: Any = None
+    user_turns: tuple[UserTurn, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """
-    What the policy asked for.
+    A call as the policy wrote it.
 
     Args:
         name (`str`):
@@ -138,7 +158,7 @@ class ToolCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
     """
-    What came back from a tool call, error or not.
+    The result of a tool call, error or not.
 
     Args:
         text (`str`):
@@ -170,7 +190,7 @@ class ToolResult:
 
     @property
     def is_error(self) -> bool:
-        """Whether anything but a plain success came back."""
+        """Tell whether anything but a plain success came back."""
         return self.kind is not ResultKind.OK
 
 
@@ -195,6 +215,25 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """
+    A message of the user and all that the policy did until it answered.
+
+    Args:
+        question (`str`):
+            The user's message; empty if the prompt does not end with one that is text.
+        exchanges (`tuple[Exchange, ...]`):
+            The policy's calls, with their results.
+        answer (`str`, *optional*):
+            The message it answered with; `None` if it did not come to one.
+    """
+
+    question: str
+    exchanges: tuple[Exchange, ...]
+    answer: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """
     A run of tokens with one author.
@@ -208,11 +247,15 @@ class Segment:
         allowed_logprobs (`tuple[float, ...]`, *optional*):
             For tokens that were sampled under a constraint, the log-probability that the policy gave to all that the
             constraint allowed there. `None` for tokens that were sampled freely.
+        context_ids (`tuple[int, ...]`, *optional*):
+            What the policy saw before it wrote these, where that was not all that stands before them: prompt included, with old
+            tool results shortened. What follows was written after these, in the same context.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     allowed_logprobs: tuple[float, ...] | None = None
+    context_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -230,15 +273,27 @@ class Segment:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy wrote these tokens."""
+        """Tell whether the policy wrote these tokens."""
         return self.logprobs is not None
+
+    @property
+    def policy_logprobs(self) -> tuple[float, ...]:
+        """Return the log-probability of each token under the policy without a constraint; 0.0 for the environment's."""
+        if self.logprobs is None or self.allowed_logprobs is None:
+            return self.logprobs or (0.0,) * len(self.token_ids)
+        return tuple(map(add, self.logprobs, self.allowed_logprobs))
+
+
+def is_of_user(message: Message) -> bool:
+    """Tell whether the user said a message of a trajectory: not so where the policy was asked to sum up."""
+    return message["role"] == "user" and "asks_for" not in message
 
 
 class VocabularyLike(Protocol):
-    """What knows the bytes of each token, such as a `Vocabulary`."""
+    """Something that knows the bytes of each token, such as a `Vocabulary`."""
 
     def pieces(self, ids: Sequence[int], /) -> list[bytes]:
-        """The exact bytes of each token."""
+        """Return the exact bytes of each token."""
         ...
 
 
@@ -273,15 +328,20 @@ class Trajectory:
             Whether the policy loss leaves a completion token out although the policy wrote it. `None` if it leaves
             none out.
         vocabulary (`VocabularyLike`, *optional*):
-            What knows the bytes of each token, for [`explain`].
-        num_rejected (`int`, *optional*, defaults to `0`):
-            How often its first turn was thrown away and sampled again, because it called no tool.
+            What knows the bytes of each token, for [`~mcp_grpo.explain`].
         left_out (`bool`, *optional*, defaults to `False`):
             Whether loss and baseline leave it out although it did not fail.
         queue_seconds (`float`, *optional*, defaults to `0.0`):
             How long it waited to be started, because enough others were under way.
         states (`Mapping[str, Any]`, *optional*):
             What it has left behind at the servers that have a `state_tool`, by their names; none if it was broken off.
+        is_scripted (`bool`, *optional*, defaults to `False`):
+            Whether its turns are those of the task's scripted solution. Its log-probabilities are 0 then, and ratios are
+            taken to those of the policy that is trained.
+        turn_seconds (`tuple[tuple[float, float], ...]`, *optional*):
+            For each turn, how long it was generated and how long its calls took, waiting included.
+        user_exchanges (`tuple[Exchange, ...]`, *optional*):
+            Tool calls of the user with their results; their `turn` is the number of turns that the policy had had.
 
     Example:
 
@@ -303,10 +363,12 @@ class Trajectory:
     roles: tuple[TokenRole, ...] | None = None
     masked: tuple[bool, ...] | None = None
     vocabulary: VocabularyLike | None = field(default=None, repr=False, compare=False)
-    num_rejected: int = 0
     left_out: bool = False
     queue_seconds: float = 0.0
     states: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_scripted: bool = False
+    turn_seconds: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    user_exchanges: tuple[Exchange, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -320,17 +382,34 @@ class Trajectory:
 
     @cached_property
     def completion_ids(self) -> tuple[int, ...]:
-        """All tokens after the prompt, tool results included."""
+        """Return all tokens after the prompt, tool results included."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @cached_property
+    def views(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """
+        Return the contexts that the policy wrote in: what came before, and the completion tokens from `start` to `end` that follow
+        it, up to the last that it wrote. There is one, the prompt and all tokens, unless old tool results were shortened on the way.
+        """
+        starts, contexts, ends, length = [0], [self.prompt_ids], [0], 0
+        for segment in self.segments:
+            if segment.context_ids is not None:
+                starts.append(length)
+                contexts.append(segment.context_ids)
+                ends.append(length)
+            length += len(segment.token_ids)
+            ends[-1] = length if segment.sampled else ends[-1]
+        ends[-1] = length  # what tools wrote last, nobody has shortened
+        return tuple(zip(contexts, starts, ends, strict=True))
+
+    @cached_property
     def sampled_mask(self) -> tuple[int, ...]:
-        """1 where the policy sampled the token, 0 where the environment wrote it."""
+        """Return 1 where the policy sampled the token, 0 where the environment wrote it."""
         return tuple(chain.from_iterable([int(s.sampled)] * len(s.token_ids) for s in self.segments))
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 where the policy loss looks: sampled, not masked, and in a trajectory that is learnt from."""
+        """Return 1 where the policy loss applies: sampled, not masked, in a trajectory that is learnt from."""
         if not self.is_learnt_from:
             return (0,) * len(self.sampled_mask)
         if self.masked is None:
@@ -339,12 +418,20 @@ class Trajectory:
 
     @cached_property
     def logprobs(self) -> tuple[float, ...]:
-        """The sampler's log-probability of each token; 0.0 where the environment wrote it."""
+        """Return the sampler's log-probability of each token; 0.0 where the environment wrote it."""
         return tuple(chain.from_iterable(s.logprobs or (0.0,) * len(s.token_ids) for s in self.segments))
+
+    @property
+    def policy_logprobs(self) -> tuple[float, ...]:
+        """
+        Return the log-probability of each token under the policy that sampled, without its constraint if it had one; 0.0 where
+        the environment wrote it. Ratios are taken to it.
+        """
+        return tuple(chain.from_iterable(s.policy_logprobs for s in self.segments))
 
     @cached_property
     def turn_ids(self) -> tuple[int, ...]:
-        """The turn each sampled token belongs to, from 0; -1 where the environment wrote it."""
+        """Return the turn of each sampled token, from 0; -1 where the environment wrote it."""
         turn = -1
         ids: list[int] = []
         for segment in self.segments:
@@ -354,13 +441,13 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """How many times the policy generated."""
+        """Return how many times the policy generated."""
         return sum(segment.sampled for segment in self.segments)
 
     @property
     def answer(self) -> str | None:
         """
-        The text of the final message; `None` if the policy did not end with one, or said nothing in it.
+        Return the text of the final message; `None` if the policy did not end with one, or it was empty.
 
         Where it is `None`, no reward that ships is paid: what was cut short would otherwise be worth as much as what came to
         its end, and the policy would learn not to end.
@@ -369,66 +456,54 @@ class Trajectory:
         return text if text and text.strip() else None
 
     @property
+    def rounds(self) -> tuple[Round, ...]:
+        """
+        Return what was done and answered after each message of the user; one round where the user spoke only at first.
+
+        Example:
+
+        ```python
+        def every_answer_is_short(trajectory, **kwargs):
+            return [float(all(len(r.answer or "") < 200 for r in each.rounds)) for each in trajectory]
+        ```
+        """
+        opening = self.task.prompt[-1].get("content") if self.task.prompt else None
+        questions: list[str] = [opening if isinstance(opening, str) else ""]
+        answers: list[str | None] = [None]
+        round_of: list[int] = []  # by turn
+        for message in self.messages:
+            if is_of_user(message):
+                questions.append(message["content"])
+                answers.append(None)
+            elif message["role"] == "assistant":
+                round_of.append(len(questions) - 1)
+                answers[-1] = None if message.get("tool_calls") else message.get("content")
+        if self.stop_reason is not StopReason.ANSWERED:
+            answers[-1] = None
+        return tuple(
+            Round(
+                question=question,
+                exchanges=tuple(e for e in self.exchanges if e.turn < len(round_of) and round_of[e.turn] == index),
+                answer=answer if answer and answer.strip() else None,
+            )
+            for index, (question, answer) in enumerate(zip(questions, answers, strict=True))
+        )
+
+    @property
     def is_failed(self) -> bool:
-        """Whether it ended for a reason the policy is not to blame for; it is then left out of loss and baseline."""
-        return self.stop_reason.is_failure
+        """
+        Tell whether it ended for a reason the policy is not to blame for; it is then left out of loss and baseline. So is one
+        whose prompt filled the context, before the policy wrote anything.
+        """
+        return self.stop_reason.is_failure or (self.stop_reason is StopReason.CONTEXT_FULL and not self.segments)
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ran out of turns or tokens."""
-        return self.stop_reason in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
+        """Tell whether it ran out of turns, of tokens or of the model's context."""
+        cuts = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL)
+        return self.stop_reason in cuts and not self.is_failed
 
     @property
     def is_learnt_from(self) -> bool:
-        """Whether it enters loss and baseline."""
-        return not (self.is_failed or self.left_out or self.stop_reason is StopReason.STRAGGLER)
-
-    def explain(self, *, reward: float | None = None) -> TokenView:
-        """
-        Show it token by token: who wrote each, what it is, how likely it was, and whether the policy loss sees it.
-
-        Args:
-            reward (`float`, *optional*):
-                What it was worth, to be shown with it.
-
-        Returns:
-            [`TokenView`]: Shows in a notebook or a terminal, and can be saved as a page.
-        """
-        if self.vocabulary is None:
-            raise ValueError(
-                f"The trajectory of task {self.task.task_id!r} has no `vocabulary` to tell what its tokens say. Those "
-                "that `MCPGRPOTrainer.roll_out` returns have one."
-            )
-        pieces = self.vocabulary.pieces(self.prompt_ids + self.completion_ids)
-        length, start = len(self.completion_ids), len(self.prompt_ids)
-        tokens = [
-            ViewToken(token_id=token_id, piece=piece, author="prompt")
-            for token_id, piece in zip(self.prompt_ids, pieces[:start], strict=True)
-        ]
-        by_author = (TokenRole.ENVIRONMENT, TokenRole.CHOICE)
-        roles = self.roles or tuple(by_author[sampled] for sampled in self.sampled_mask)
-        masked = (True,) * length if not self.is_learnt_from else self.masked or (False,) * length
-        columns = (self.completion_ids, pieces[start:], self.turn_ids, self.logprobs, roles, masked)
-        turn = None
-        for token_id, piece, turn_id, logprob, role, is_masked in zip(*columns, strict=True):
-            sampled = turn_id >= 0
-            turn = turn_id if sampled else turn  # a reply belongs to the turn it answers
-            tokens.append(
-                ViewToken(
-                    token_id=token_id,
-                    piece=piece,
-                    author="policy" if sampled else "environment",
-                    role=role.value,
-                    logprob=logprob if sampled else None,
-                    masked=is_masked and sampled,
-                    turn=turn,
-                )
-            )
-        return TokenView(
-            task_id=self.task.task_id,
-            stop_reason=self.stop_reason.value,
-            tokens=tuple(tokens),
-            calls=tuple(ViewCall(name=e.call.name, kind=e.result.kind.value, turn=e.turn) for e in self.exchanges),
-            reward=reward,
-            failure=(self.error or "") if self.is_failed else None,
-        )
+        """Tell whether it enters loss and baseline."""
+        return not (self.is_failed or self.left_out)

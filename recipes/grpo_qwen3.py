@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave t
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,13 @@ from recipe_parts.machine import Choice, Machine, choose, fit_to_tasks
 from recipe_parts.preflight import run_preflight
 from recipe_parts.requirements import check_requirements
 from recipe_parts.run_folder import RunFolder
-from recipe_parts.stand_in import STAND_IN, save_stand_in, tokenizer_of
 from rich.console import Console
 from transformers import ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress, Trajectory
+from mcp_grpo.desk.reward import is_solved
+from mcp_grpo.doctor.stand_in import STAND_IN, save_stand_in, tokenizer_of
 from mcp_grpo.errors import HealthError, MCPGRPOError, SettingsError
 from mcp_grpo.monitor import (
     METRICS_FILE,
@@ -53,7 +55,9 @@ from mcp_grpo.monitor import (
     profile_table,
     training_sentence,
 )
-from mcp_grpo.tasks import load_tasks
+from mcp_grpo.policy_evaluation import baselines
+from mcp_grpo.rewards import is_done
+from mcp_grpo.tasks import load_tasks, tasks_from_rows
 
 
 logger = logging.getLogger("recipes")
@@ -61,50 +65,52 @@ logger = logging.getLogger("recipes")
 
 @dataclass
 class TrainArguments(TaskArguments):
-    """
-    What to train on, and how to look at it; beside what [`TaskArguments`] has.
-
-    Args:
-        eval_tasks (`str`, *optional*):
-            Tasks to judge by, where `eval_strategy` asks for it: a file, a folder, or a Hub id. If `None`, those of the
-            desk's validation split, with the desk's servers.
-        num_eval_tasks (`int`, *optional*, defaults to `64`):
-            How many of them.
-        rewards (`list[str]`, *optional*):
-            Reward functions: names in `mcp_grpo.rewards`, or `module:function`. If `None`, `desk_reward`.
-        server_processes (`int`, *optional*, defaults to `1`):
-            Processes of each server of the desk.
-        launch_with (`str`, *optional*):
-            File of `recipes/accelerate/` that the configuration is launched with. Only to find out what must be installed.
-        resume (`bool`, *optional*, defaults to `False`):
-            Whether to go on from the last checkpoint in `output_dir`.
-        debug_trajectory (`bool`, *optional*, defaults to `False`):
-            Whether to write every decision of one trajectory per batch to `debug/`. `--debug` alone means this, too; with a
-            word after it, it is that of `transformers`.
-        profile (`bool`, *optional*, defaults to `False`):
-            Whether to measure the seconds and the memory of each phase of a step. It waits for the device between phases,
-            which costs a little time.
-        preflight (`bool`, *optional*, defaults to `False`):
-            Whether to stop once everything has been checked that can be before the first step. Needs no GPU and no weights.
-    """
+    """The servers and tasks of this recipe, the tasks to judge by, and how to look at a run."""
 
     eval_tasks: str | None = field(
-        default=None, metadata={"help": "Tasks to judge by: a file, a folder, or a Hub id. If `None`, the desk's."}
+        default=None,
+        metadata={
+            "help": "Tasks to judge by, where `eval_strategy` asks for it: a file, a folder, or a Hub id. "
+            "If `None`, the desk's validation split."
+        },
     )
     num_eval_tasks: int = field(default=64, metadata={"help": "How many tasks to judge by."})
     rewards: list[str] | None = field(
-        default=None, metadata={"help": "Reward functions: names in `mcp_grpo.rewards`, or `module:function`."}
+        default=None,
+        metadata={
+            "help": "Reward functions: names in `mcp_grpo.rewards`, or `module:function`. If `None`, `desk_reward`."
+        },
     )
     server_processes: int = field(default=1, metadata={"help": "Processes of each server of the desk."})
     launch_with: str | None = field(
-        default=None, metadata={"help": "File of recipes/accelerate/ that the configuration is launched with."}
+        default=None,
+        metadata={
+            "help": "File of recipes/accelerate/ that the configuration is launched with. Only to find "
+            "out what must be installed."
+        },
     )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
     debug_trajectory: bool = field(
-        default=False, metadata={"help": "Write every decision of one trajectory per batch."}
+        default=False,
+        metadata={
+            "help": "Write every decision of one trajectory per batch to `debug/`. `--debug` alone means "
+            "this, too; with a word after it, it is that of Transformers."
+        },
     )
-    profile: bool = field(default=False, metadata={"help": "Measure seconds and memory of each phase of a step."})
-    preflight: bool = field(default=False, metadata={"help": "Check everything, and stop before the first step."})
+    profile: bool = field(
+        default=False,
+        metadata={
+            "help": "Measure seconds and memory of each phase of a step. It waits for the device between "
+            "phases, which costs a little time."
+        },
+    )
+    preflight: bool = field(
+        default=False,
+        metadata={
+            "help": "Check everything that can be checked before the first step, and stop. Needs no GPU "
+            "and no weights."
+        },
+    )
 
     def load_train(self) -> Dataset:
         """Load the tasks to train on."""
@@ -118,19 +124,17 @@ class TrainArguments(TaskArguments):
             raise SettingsError("`eval_strategy` asks for tasks to judge by. Set `eval_tasks`.")
         return self.load(self.eval_tasks, "validation", self.num_eval_tasks)
 
+    def is_success(self, dataset: Any) -> Callable[[Trajectory], bool] | None:
+        """Return what tells whether a task was done; `None` where some of the tasks to judge by do not say what that is."""
+        if not isinstance(dataset, Dataset):
+            return None
+        tasks = tasks_from_rows(dataset)
+        can_tell = all(task.answer is not None or task.metadata.get("expected_state") is not None for task in tasks)
+        return (is_solved if self.is_desk else is_done) if can_tell else None
+
 
 def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelConfig, dict[str, Any]]:
-    """
-    Read the command line.
-
-    Args:
-        arguments (`list[str]`):
-            The command line, without the program.
-
-    Returns:
-        `tuple[TrainArguments, MCPGRPOConfig, ModelConfig, dict[str, Any]]`: What it says, and all settings as they were
-        given.
-    """
+    """Read the command line: what it says, and all settings as they were given."""
     following = [*arguments[1:], "--"] if arguments else []
     arguments = [
         "--debug_trajectory" if each == "--debug" and after.startswith("--") else each
@@ -157,18 +161,7 @@ def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelCon
 
 
 def chosen_settings(parser: StrictParser, arguments: list[str]) -> Choice | None:
-    """
-    Choose settings by what this machine has, if no configuration is named.
-
-    Args:
-        parser ([`StrictParser`]):
-            Knows the settings.
-        arguments (`list[str]`):
-            The command line, without the program.
-
-    Returns:
-        [`Choice`] or `None`: The settings, which come after those of the command line; `None` if a configuration is named.
-    """
+    """Choose settings by what this machine has, if no configuration is named."""
     flags, file = split_config(arguments)
     if file is not None:
         return None
@@ -183,16 +176,7 @@ def chosen_settings(parser: StrictParser, arguments: list[str]) -> Choice | None
 
 
 def main(arguments: list[str]) -> MCPGRPOTrainer | None:
-    """
-    Train, or only check.
-
-    Args:
-        arguments (`list[str]`):
-            The command line, without the program.
-
-    Returns:
-        [`MCPGRPOTrainer`] or `None`: The trainer, closed; `None` after a pre-flight.
-    """
+    """Train, or only check: return the trainer, closed, or `None` after a pre-flight."""
     script, config, model, settings = parse(arguments)
     if script.preflight:
         found = run_preflight(
@@ -221,6 +205,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
             train_dataset,
             eval_dataset=eval_dataset,
             servers=servers,
+            is_success=script.is_success(eval_dataset),
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
             callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
@@ -231,18 +216,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
 
 
 def load_model(config: MCPGRPOConfig, model: ModelConfig) -> str:
-    """
-    Say how the trainer is to load the model.
-
-    Args:
-        config ([`MCPGRPOConfig`]):
-            Gets `model_init_kwargs`.
-        model ([`~trl.ModelConfig`]):
-            Which model, in which precision.
-
-    Returns:
-        `str`: Its name or folder.
-    """
+    """Return the name or folder of the model, and set `model_init_kwargs` for the trainer to load it."""
     if model.model_name_or_path == STAND_IN:
         path = Path(config.output_dir) / STAND_IN
         with config.main_process_first(local=False):
@@ -259,24 +233,12 @@ def load_model(config: MCPGRPOConfig, model: ModelConfig) -> str:
 
 
 def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpoint: str | None) -> None:
-    """
-    Train and write what is to be kept.
-
-    Args:
-        trainer ([`MCPGRPOTrainer`]):
-            The trainer.
-        script (`TrainArguments`):
-            How to look at it.
-        folder (`Path`):
-            Where to write.
-        checkpoint (`str`, *optional*):
-            What to go on from.
-    """
+    """Train and write what is to be kept."""
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgress())
     if script.debug_trajectory:
-        TrajectoryLog(folder / "debug").watch(trainer)
+        trainer.watch_batches(TrajectoryLog(folder / "debug"))
     if script.profile:
         trainer.measure_phases()
     stopped: HealthError | None = None
@@ -284,6 +246,8 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
         trainer.train(resume_from_checkpoint=checkpoint)
     except HealthError as error:
         stopped = error  # what was learnt until then is kept
+    if trainer.evaluations and trainer.is_world_process_zero():
+        add_baselines(trainer, script)
     trainer.save_model()
     if trainer.args.push_to_hub and stopped is None:
         trainer.push_to_hub()
@@ -293,18 +257,21 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
         raise stopped
 
 
-def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> None:
-    """
-    Say what was learnt, what was found wrong, and what was kept.
+def add_baselines(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
+    """Note in the card what doing nothing and the scripted solutions score on the tasks to judge by."""
+    is_success = script.is_success(trainer.eval_dataset)
+    if is_success is None:
+        return
+    try:
+        trainer.add_baselines(
+            baselines(tasks_from_rows(trainer.eval_dataset), script.load_servers(script.server_processes), is_success)
+        )
+    except MCPGRPOError as error:  # the policy is worth more than what it is compared with
+        logger.warning("The card has nothing to compare with: %s", error)
 
-    Args:
-        trainer ([`MCPGRPOTrainer`]):
-            The trainer, after training.
-        script (`TrainArguments`):
-            How to look at it.
-        folder (`Path`):
-            Where to write.
-    """
+
+def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> None:
+    """Say what was learnt, what was found wrong, and what was kept."""
     console = Console(record=True)
     if script.profile:
         table = profile_table(trainer.state.log_history)

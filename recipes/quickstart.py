@@ -40,7 +40,7 @@ import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from quickstart_world.model import build_model, build_tokenizer
-from quickstart_world.tasks import build_tasks
+from quickstart_world.tasks import build_tasks, with_solutions
 from quickstart_world.warm_start import SEED, WARM_START, WHAT_TO_RUN, fits_world
 from quickstart_world.warmup import CHAT_TEMPLATE_KWARGS, warm_up
 from recipe_parts.command_line import StrictParser
@@ -52,12 +52,15 @@ from mcp_grpo import (
     ToolPool,
     TrainingProgress,
     comparison_table,
-    evaluate,
     exact_answer,
     fault_penalty,
+    summarize,
 )
 from mcp_grpo.errors import MCPGRPOError
-from mcp_grpo.threads import choose_threads
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile
+from mcp_grpo.policy_evaluation import baselines
+from mcp_grpo.sampling.threads import choose_threads
+from mcp_grpo.tasks import tasks_from_rows
 
 
 WORLD = Path(__file__).parent / "quickstart_world"
@@ -83,12 +86,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> bool:
-    """
-    Train from the warm start, and report.
-
-    Returns:
-        `bool`: Whether the policy learnt what it was meant to.
-    """
+    """Train from the warm start, and report."""
     transformers.utils.logging.disable_progress_bar()  # of loading and saving a file
     output_dir = Path(arguments.output_dir)
     train_rows, held_out_rows = build_tasks(num_held_out=arguments.num_held_out)
@@ -103,19 +101,21 @@ def main(arguments: Arguments) -> bool:
         train_dataset=Dataset.from_list(train_rows),
         servers=SERVERS,
         peft_config=ADAPTER,
+        callbacks=[MetricsFile(output_dir / METRICS_FILE)],  # for `mcp-grpo dashboard`
     ) as trainer:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(TrainingProgress(success="exact_answer"))
         held_out = Dataset.from_list(held_out_rows)
         print(f"Attempting {len(held_out)} held-out tasks twice each, before training.")
-        before = evaluate(trainer.roll_out(held_out, num_generations=2))
+        before = summarize(trainer.roll_out(held_out, num_generations=2))
         print(f"Solved before training: {before.success:.0%}")
         num_attempts, num_tasks = config.per_device_train_batch_size, len(train_rows)
         print(f"Training for {config.max_steps} steps, each on {num_attempts} attempts at some of {num_tasks} tasks.")
         trainer.train()
         print("Attempting the held-out tasks again.")
-        after = evaluate(trainer.roll_out(held_out, num_generations=2))
+        after = summarize(trainer.roll_out(held_out, num_generations=2))
         print(f"Solved after training: {after.success:.0%}")
+        trainer.add_baselines(baselines(tasks_from_rows(with_solutions(held_out_rows)), SERVERS))
         trainer.add_results(
             before, after, f"In {before.num_trajectories} attempts at held-out tasks, with seed {arguments.seed}:"
         )
@@ -136,13 +136,15 @@ def main(arguments: Arguments) -> bool:
         f"Took {summary['seconds']:.0f} s. Curves: {output_dir}/curves.png, figures: {output_dir}/summary.json. "
         "Load the adapter with:\n\n"
         "    from mcp_grpo import load_adapter\n"
-        f'    model, tokenizer = load_adapter("{output_dir}")\n'
+        f'    model, tokenizer = load_adapter("{output_dir}")\n\n'
+        f"See what it did in the last step with: mcp-grpo replay {output_dir}\n"
+        f"Write a page about the run with:       mcp-grpo report {output_dir}"
     )
     return before.success <= MAX_SUCCESS_BEFORE and after.success >= MIN_SUCCESS_AFTER
 
 
 def make_config(output_dir: Path, seed: int, **settings: Any) -> MCPGRPOConfig:
-    """The settings of the training, and others on top."""
+    """Return the settings of the training, with changes."""
     return MCPGRPOConfig(
         output_dir=str(output_dir),
         seed=seed,
@@ -189,7 +191,7 @@ def make_base_model(rows: list[dict], folder: Path, seed: int) -> str:
 
 
 async def list_tools() -> list[dict]:
-    """The servers' tools, in the form that chat templates take."""
+    """List the servers' tools in the form that chat templates take."""
     async with ToolPool(SERVERS) as pool:
         return [tool.schema for tool in pool.catalog.tools]
 

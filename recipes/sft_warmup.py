@@ -33,7 +33,7 @@ from peft import PeftModel
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
 from recipe_parts.requirements import check_requirements
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl import (
@@ -45,12 +45,13 @@ from trl import (
     get_quantization_config,
 )
 
-from mcp_grpo import Task, ToolPool
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Task, ToolPool, Trajectory
 from mcp_grpo.errors import MCPGRPOError, SettingsError
 from mcp_grpo.evaluation import run_solutions
-from mcp_grpo.rollout import Renderer, conversation_tokens
+from mcp_grpo.rollout import Renderer, conversation_tokens, output_rows, set_call_format
+from mcp_grpo.sampling.threads import choose_threads
 from mcp_grpo.tasks import tasks_from_rows
-from mcp_grpo.threads import choose_threads
+from mcp_grpo.trl_compat import give_bias
 
 
 IGNORED = -100  # label of a token that is not trained on
@@ -61,7 +62,7 @@ logger = logging.getLogger("recipes")
 @dataclass
 class WarmupArguments(TaskArguments):
     """
-    What to imitate; beside what [`TaskArguments`] has.
+    Arguments of the warm start, beside those of [`TaskArguments`].
 
     Args:
         max_result_tokens (`int`, *optional*, defaults to `1024`):
@@ -69,17 +70,38 @@ class WarmupArguments(TaskArguments):
             would teach to say what cannot be seen.
         enable_thinking (`bool`, *optional*, defaults to `False`):
             Of the chat template; as in the training that follows.
+        call_format (`str`, *optional*, defaults to `"auto"`):
+            How tool calls are written: `"template"`, `"json"`, or `"auto"`, as of `MCPGRPOConfig`. The training that follows
+            finds it in the tokenizer.
+        num_check_tasks (`int`, *optional*, defaults to `16`):
+            Tasks to attempt at the end, to see whether the policy calls tools now; 0 for none.
+        min_valid_calls (`float`, *optional*, defaults to `0.5`):
+            Smallest share of its calls that can be made, below which the warm start has failed.
     """
 
     max_result_tokens: int = field(default=1024, metadata={"help": "Tokens of one tool result, as in training."})
     enable_thinking: bool = field(
         default=False, metadata={"help": "Of the chat template; as in the training that follows."}
     )
+    call_format: str = field(
+        default="auto",
+        metadata={
+            "help": "How tool calls are written: as the chat template does, in fenced JSON, or what fits the model."
+        }
+        | {"choices": ["auto", "template", "json"]},
+    )
+    num_check_tasks: int = field(
+        default=16, metadata={"help": "Tasks to attempt at the end, to see whether the policy calls tools now."}
+    )
+    min_valid_calls: float = field(
+        default=0.5,
+        metadata={"help": "Smallest share of calls that can be made, below which the warm start has failed."},
+    )
 
 
 @dataclass
 class WarmupConfig(SFTConfig):
-    """TRL's settings, with other defaults: whole conversations, and a few hundred steps with an adapter."""
+    """TRL's settings with other defaults: whole conversations, and a few hundred steps with an adapter."""
 
     max_length: int | None = field(default=8192, metadata={"help": "Longer conversations are left out, not cut."})
     learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
@@ -95,17 +117,9 @@ class WarmupConfig(SFTConfig):
 
 def conversations(tasks: list[Task], servers: Any) -> list[tuple[Task, list[dict[str, Any]]]]:
     """
-    What followed each prompt: as it was recorded, or as a scripted solution does it on the servers.
+    Return each task with the messages after its prompt: recorded, or from its solution on the servers.
 
-    Args:
-        tasks (`list[Task]`):
-            Tasks with a column `messages` or `solution`.
-        servers (`Any`):
-            The servers.
-
-    Returns:
-        `list[tuple[Task, list[dict[str, Any]]]]`: Each task with its messages. Solutions that do not solve their task are
-        left out.
+    Solutions that do not solve their task are left out.
     """
     recorded = [(task, list(task.metadata["messages"])) for task in tasks if task.metadata.get("messages")]
     scripted = [task for task in tasks if not task.metadata.get("messages")]
@@ -119,18 +133,7 @@ def conversations(tasks: list[Task], servers: Any) -> list[tuple[Task, list[dict
 
 
 async def tools_of(tasks: list[Task], servers: Any) -> list[list[dict[str, Any]]]:
-    """
-    The tools that each task offers, as chat templates take them.
-
-    Args:
-        tasks (`list[Task]`):
-            The tasks.
-        servers (`Any`):
-            The servers.
-
-    Returns:
-        `list[list[dict[str, Any]]]`: Their schemas.
-    """
+    """Return the tools of each task in the form that chat templates take."""
     async with ToolPool(servers) as pool:
         pool.catalog.check(*tasks)
         return [[tool.schema for tool in pool.catalog.tools_for(task)] for task in tasks]
@@ -144,24 +147,7 @@ def make_dataset(
     max_result_tokens: int,
     max_length: int | None,
 ) -> Dataset:
-    """
-    The tokens of rollouts, with labels only where the policy writes.
-
-    Args:
-        solved (`list[tuple[Task, list[dict[str, Any]]]]`):
-            Tasks and the messages that followed their prompts.
-        tools (`list[list[dict[str, Any]]]`):
-            The tools that each task offers.
-        renderer ([`Renderer`]):
-            That of the rollout.
-        max_result_tokens (`int`):
-            Tokens of one tool result.
-        max_length (`int`, *optional*):
-            Tokens of a conversation.
-
-    Returns:
-        [`~datasets.Dataset`]: With the columns `input_ids` and `labels`. Conversations that are too long are left out.
-    """
+    """Return the tokens of rollouts, with labels only where the policy writes."""
     rows, num_long = [], 0
     for (task, messages), schemas in zip(solved, tools, strict=True):
         results = [message["content"] for message in messages if message["role"] == "tool"]
@@ -185,16 +171,7 @@ def make_dataset(
 
 
 def parse(arguments: list[str]) -> tuple[WarmupArguments, WarmupConfig, ModelConfig, dict[str, Any]]:
-    """
-    Read the command line.
-
-    Args:
-        arguments (`list[str]`):
-            The command line, without the program.
-
-    Returns:
-        `tuple[WarmupArguments, WarmupConfig, ModelConfig, dict[str, Any]]`: What it says, and all settings as they were given.
-    """
+    """Read the command line."""
     script, config, model, settings = StrictParser([WarmupArguments, WarmupConfig, ModelConfig], __doc__ or "").parse(
         arguments
     )
@@ -205,16 +182,7 @@ def parse(arguments: list[str]) -> tuple[WarmupArguments, WarmupConfig, ModelCon
 
 
 def main(arguments: list[str]) -> SFTTrainer:
-    """
-    Imitate.
-
-    Args:
-        arguments (`list[str]`):
-            The command line, without the program.
-
-    Returns:
-        [`~trl.SFTTrainer`]: The trainer, when it is done.
-    """
+    """Train on the solutions, and return the finished trainer."""
     script, config, model, settings = parse(arguments)
     check_requirements(config, model)  # before anything that takes time
     folder = Path(cast("str", config.output_dir))
@@ -229,6 +197,12 @@ def main(arguments: list[str]) -> SFTTrainer:
     if config.chat_template_path is not None:
         policy = take_chat_template(model, init_kwargs, tokenizer, config)
     config.model_init_kwargs = init_kwargs if isinstance(policy, str) else None
+    call_format = set_call_format(tokenizer, script.call_format, output_rows(policy))
+    if config.process_index == 0:
+        call_format.say()
+    peft_config = get_peft_config(model)
+    if peft_config is not None and call_format.untrained:
+        train_rows(peft_config, tokenizer, call_format.untrained, model, init_kwargs)
     renderer = Renderer(
         tokenizer,
         end_of_turn_ids=[tokenizer.eos_token_id],
@@ -256,9 +230,10 @@ def main(arguments: list[str]) -> SFTTrainer:
         config,
         train_dataset=dataset,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model),
+        peft_config=peft_config,
         quantization_config=get_quantization_config(model),
     )
+    give_bias(trainer.accelerator.unwrap_model(trainer.model))
     if trainer.accelerator.device.type == "cpu":
         choose_threads(trainer.model.num_parameters())
     trainer.train()
@@ -269,28 +244,68 @@ def main(arguments: list[str]) -> SFTTrainer:
             save_merged(model.model_name_or_path, init_kwargs, folder)
             tokenizer.save_pretrained(folder / "merged")
     trainer.accelerator.wait_for_everyone()
+    if script.num_check_tasks and trainer.accelerator.num_processes == 1:
+        check_calls(trainer, tasks[: script.num_check_tasks], servers, script)
     return trainer
+
+
+def train_rows(
+    peft_config: Any, tokenizer: Any, tokens: tuple[str, ...], model: ModelConfig, init_kwargs: dict[str, Any]
+) -> None:
+    """Let an adapter also train the rows of tokens that the model was never trained on, of input and output embeddings."""
+    name, revision = model.model_name_or_path, init_kwargs["revision"]
+    is_tied = AutoConfig.from_pretrained(name, revision=revision).get_text_config().tie_word_embeddings
+    rows = tokenizer.convert_tokens_to_ids(list(tokens))
+    peft_config.trainable_token_indices = rows if is_tied else {"embed_tokens": rows, "lm_head": rows}
+    logger.warning("The adapter trains the rows of %s, too; they are part of the merged model.", " and ".join(tokens))
+
+
+def check_calls(trainer: SFTTrainer, tasks: list[Task], servers: Any, script: WarmupArguments) -> None:
+    """Attempt tasks, print how many of the policy's calls can be made, and raise [`SettingsError`] if they are too few."""
+    folder = Path(cast("str", trainer.args.output_dir))
+    settings = MCPGRPOConfig(
+        output_dir=str(folder / "check"),
+        use_cpu=trainer.accelerator.device.type == "cpu",
+        bf16=trainer.args.bf16,
+        max_completion_length=4 * script.max_result_tokens,
+        max_result_tokens=script.max_result_tokens,
+        max_turn_tokens=512,
+        chat_template_kwargs={"enable_thinking": script.enable_thinking},
+        model_init_kwargs={"dtype": str(trainer.model.dtype).removeprefix("torch.")},
+        save_strategy="no",
+        report_to="none",
+    )
+    # Loaded anew, as rolling out changes how a model computes.
+    saved = folder / "merged" if (folder / "merged").exists() else folder
+    with MCPGRPOTrainer(
+        str(saved), lambda completions, **kwargs: [0.0] * len(completions), settings, servers=servers
+    ) as attempting:
+        attempts = attempting.roll_out(tasks)
+    share, num_calling = valid_calls(attempts)
+    print(
+        f"Of {len(attempts)} attempts {num_calling} called a tool; {share:.0%} of the calls could be made, an attempt without "
+        "one counted as a call that could not."
+    )
+    if share < script.min_valid_calls:
+        raise SettingsError(
+            f"The warm start has not taught the policy to call tools: {share:.0%} of its calls can be made, less than "
+            f"`min_valid_calls` ({script.min_valid_calls:.0%}). It is saved in {folder}. Train longer (`--max_steps`, more "
+            "`--num_tasks`), raise `--learning_rate`, leave `--use_peft` out, or set `--call_format json`, which a model need "
+            "not learn new tags for."
+        )
+
+
+def valid_calls(attempts: list[Trajectory]) -> tuple[float, int]:
+    """Return the share of calls that could be made, an attempt without any counted as one, and how many had some."""
+    calling = [attempt for attempt in attempts if attempt.exchanges]
+    made = [not exchange.result.kind.is_policy_fault for attempt in calling for exchange in attempt.exchanges]
+    return sum(made) / max(1, len(made) + len(attempts) - len(calling)), len(calling)
 
 
 def take_chat_template(
     model: ModelConfig, init_kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: WarmupConfig
 ) -> Any:
-    """
-    Give a model that knows no tools a chat template that does, with the tokens that go with it.
-
-    Args:
-        model ([`~trl.ModelConfig`]):
-            Which model.
-        init_kwargs (`dict[str, Any]`):
-            How it is loaded.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer. Gets the template.
-        config (`WarmupConfig`):
-            Has `chat_template_path`, a Jinja file, or the model or folder whose tokenizer has the template; and has it no more.
-
-    Returns:
-        `str` or [`~transformers.PreTrainedModel`]: The model, which has been loaded if it got embeddings for new tokens.
-    """
+    """Give a model that knows no tools a chat template that does, with the tokens that go with it."""
     source = str(config.chat_template_path)
     config.chat_template_path = None
     if source.endswith((".jinja", ".j2")):
@@ -311,17 +326,7 @@ def take_chat_template(
 
 
 def save_merged(name: str, model_init_kwargs: dict[str, Any], folder: Path) -> None:
-    """
-    Merge a saved adapter into its base model, which is loaded anew: that of the trainer may be quantised, or a share of it.
-
-    Args:
-        name (`str`):
-            The base model.
-        model_init_kwargs (`dict[str, Any]`):
-            How the trainer loaded it.
-        folder (`Path`):
-            Folder with the adapter; the model goes to `merged` in it.
-    """
+    """Merge a saved adapter into its base model, loaded anew: the trainer's may be quantised or sharded."""
     unset_hf_deepspeed_config()  # with ZeRO-3, this process would wait for the others to load their shares
     kwargs = {
         key: value for key, value in model_init_kwargs.items() if key not in ("quantization_config", "device_map")

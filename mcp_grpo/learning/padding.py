@@ -1,34 +1,27 @@
-"""Passes through a model that spend no time on padding."""
+"""Passes through a model that spend no time on padding, nor on predictions that nobody reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.functional import pad
 
-from mcp_grpo._trl import split_tensor_dict
+from mcp_grpo.trl_compat import split_tensor_dict
 
 
 _BY_WIDTH = ("longrope", "dynamic")  # rotary embeddings that are others for longer inputs
-_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Unpadded:
     """
     Calls a model on rows that all begin in the first column, as wide as the longest of them.
 
-    TRL pads a batch to its longest prompt on the left and to its longest completion on the right, and the rows of one pass
-    are seldom the longest. Moved to the left, they need no attention mask either: what follows a token is never attended
-    to. That lets attention take its fastest way. What the model says is put back to where it was asked for.
-
-    It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`. Numbers are those of each row
-    alone, and so those of the padded rows, but for rounding, if the model does not mind padding on the left. Tokens of a row
-    must be one run.
-
-    Args:
-        model (`Callable`):
-            Causal language model with a fused LM head, which may be wrapped for several processes. See [`minds_width`].
-        multiple (`int`, *optional*, defaults to `1`):
-            What the width is to be a multiple of, where the padded rows allow it.
+    TRL pads a batch to its longest prompt on the left and to its longest completion on the right, and the rows of one pass are
+    seldom the longest. Moved to the left they need no attention mask, because a token never attends to what follows it, so that
+    attention takes its fastest path. Outputs are put back to where they were asked for, and equal those of the padded rows up to
+    rounding. The tokens of a row must be contiguous. It stands in for the model in one call of TRL's
+    `_get_per_token_logps_and_entropies`; `multiple` is what the width is rounded up to, where the padded rows allow it.
     """
 
     def __init__(self, model: Any, multiple: int = 1) -> None:
@@ -44,24 +37,7 @@ class Unpadded:
         num_values: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """
-        Call the model.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `(B, L)`):
-                The padded rows.
-            attention_mask (`torch.Tensor` of shape `(B, L)`):
-                1 for tokens, 0 for padding.
-            labels (`torch.Tensor` of shape `(B, L)`):
-                Tokens to score.
-            num_values (`int`, *optional*):
-                Last positions whose values are asked for; see [`ValueRecorder`].
-            kwargs (`Any`):
-                What else the model is called with.
-
-        Returns:
-            `FusedCausalLMOutput`: As for the padded rows, with zeros for padding.
-        """
+        """Call the model on the rows without padding; return its output as for the padded rows, with zeros for padding."""
         width = int(attention_mask.sum(dim=1).amax().clamp(min=2))
         width = min(-(-width // self._multiple) * self._multiple, input_ids.size(1))
         places = torch.argsort(attention_mask, dim=1, descending=True, stable=True)[:, :width]
@@ -75,7 +51,7 @@ class Unpadded:
             labels=labels.gather(1, places),
             **kwargs,
         )
-        for name in _PER_TOKEN:
+        for name in PER_TOKEN:
             if (found := getattr(output, name, None)) is not None:
                 setattr(output, name, _put_back(found, places[:, 1:], input_ids.shape)[:, 1:])
         if num_values is not None and getattr(output, "value_preds", None) is not None:
@@ -83,35 +59,42 @@ class Unpadded:
         return output
 
 
+class SampledOnly:
+    """
+    Calls a model for the log-probabilities of tokens that the policy sampled; those of others come out as 0.
+
+    TRL asks for those of all tokens of a completion, most of which tools wrote: each costs a product with the whole vocabulary,
+    and none of them is read. It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`, which may
+    call it on several parts of a batch. `is_sampled` has shape `(B, T)`; completions are the last `num_tokens` columns.
+    """
+
+    def __init__(self, model: Any, is_sampled: torch.Tensor, num_tokens: int) -> None:
+        self._model = model
+        self._left = pad(is_sampled, (0, num_tokens - is_sampled.size(1)))
+
+    def __call__(self, *, labels: torch.Tensor, **kwargs: Any) -> Any:
+        """Call the model on the next rows."""
+        is_sampled, self._left = self._left[: len(labels)], self._left[len(labels) :]
+        is_read = pad(is_sampled, (labels.size(1) - is_sampled.size(1), 0)) > 0
+        return self._model(labels=labels.masked_fill(~is_read, -100), **kwargs)
+
+
 def by_length(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Put rows of like length into one pass, the longest first.
+    """Put rows of similar length into one pass, the longest first; as many passes with as many rows as before."""
+    masks = [torch.cat([batch[name] for batch in batches]) for name in ("prompt_mask", "completion_mask")]
+    lengths = sum(mask.sum(dim=1) for mask in masks)
+    return in_order(batches, torch.argsort(cast("torch.Tensor", lengths), descending=True, stable=True))
 
-    Args:
-        batches (`Sequence[dict[str, Any]]`):
-            The rows of each pass of one update, as TRL has split them.
 
-    Returns:
-        `list[dict[str, Any]]`: As many passes with as many rows.
-    """
+def in_order(batches: Sequence[dict[str, Any]], order: torch.Tensor) -> list[dict[str, Any]]:
+    """Put the rows of all passes into another order; as many passes with as many rows as before."""
     columns = [name for name, value in batches[0].items() if value is not None and value.ndim]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in columns}
-    lengths = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
-    order = torch.argsort(lengths, descending=True, stable=True)
     return split_tensor_dict(batches[0] | {name: value[order] for name, value in rows.items()}, len(batches))
 
 
-def minds_width(config: Any) -> bool:
-    """
-    Whether a model says something else of a row that stands among longer ones.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Its configuration.
-
-    Returns:
-        `bool`: Whether its rotary embeddings depend on the width of the input.
-    """
+def depends_on_width(config: Any) -> bool:
+    """Return whether a model gives other outputs for a row that stands among longer ones."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]  # or one for each type of layer
     return any(each.get("rope_type") in _BY_WIDTH for each in kinds)

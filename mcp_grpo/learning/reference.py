@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mcp_grpo._trl import disable_dropout_in_model
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.precision import in_double
+from mcp_grpo.trl_compat import disable_dropout_in_model
 
 
 REFERENCE_FILE = "reference.safetensors"
@@ -148,23 +149,17 @@ class MovingReference:
             `tuple[float, int]`: Euclidean norm of the difference, and how many elements differ from the policy's, cast to
             the reference's dtype. Where the reference is held in `autocast_dtype`, it is its average that is compared.
         """
-        figures: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
         for pairs in self._batches():
             with _whole(_members(pairs), is_changed=False):
-                figures.append(self._compared(pairs))
+                sums.append(self._compared(pairs))
         # Read back once, for every time waits for the device.
-        squares, num_differing = torch.stack([each.to(figures[0].device) for each in figures]).sum(dim=0).tolist()
+        squares, num_differing = torch.stack([each.to(sums[0].device) for each in sums]).sum(dim=0).tolist()
         return math.sqrt(squares), int(num_differing)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """
-        What must be kept to go on later.
-
-        Returns:
-            `dict[str, torch.Tensor]`: On the main process the averages, whole and on the CPU, and `num_syncs`. On others
-            only `num_syncs`.
-        """
+        """Return what a checkpoint must keep."""
         state = {_NUM_SYNCS: torch.tensor(self.num_syncs)}
         for pair in self._pairs():
             with _whole([pair.reference], is_changed=False) as is_writer:
@@ -178,16 +173,7 @@ class MovingReference:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """
-        Go on from an earlier state. Sharded parameters must be sharded already.
-
-        Args:
-            state (`Mapping[str, torch.Tensor]`):
-                What `state_dict` returned on the main process.
-
-        Raises:
-            [`SettingsError`]: If the state is of other parameters.
-        """
+        """Go on from a checkpoint. Sharded parameters must be sharded already."""
         expected = {_NUM_SYNCS, *map(_key, self._slots)}
         if wrong := expected.symmetric_difference(state):
             raise SettingsError(
@@ -214,16 +200,7 @@ class MovingReference:
             save_file(state, Path(folder) / REFERENCE_FILE)
 
     def load(self, folder: str | Path) -> bool:
-        """
-        Read the state that `save` wrote.
-
-        Args:
-            folder (`str` or `Path`):
-                Where from.
-
-        Returns:
-            `bool`: Whether there was one.
-        """
+        """Read the state that [`save`] wrote. Return whether there was one."""
         file = Path(folder) / REFERENCE_FILE
         if not file.is_file():
             return False
@@ -266,7 +243,7 @@ class MovingReference:
                 reference.data = reference.data.to(dtype)
 
     def _average(self, pair: _Pair) -> torch.Tensor:
-        """What is averaged: the reference itself, or its shadow where its dtype is too coarse."""
+        """Return what is averaged: the reference itself, or its shadow where its dtype is too coarse."""
         name, _, reference = pair
         if name in self._shadows:
             return self._shadows[name]
@@ -297,9 +274,9 @@ class MovingReference:
         held = [self._shadows[pair.name] if pair.name in self._narrowed else pair.reference for pair in pairs]
         policy = _joined([pair.policy.to(each.device, each.dtype) for pair, each in zip(pairs, held, strict=True)])
         reference = _joined(held)
-        figures = [(policy - reference).float().square().sum(), (policy != reference).sum()]
-        figures = [figure.full_tensor() if isinstance(figure, DTensor) else figure for figure in figures]
-        return torch.stack([figure.double() for figure in figures])
+        sums = [(policy - reference).float().square().sum(), (policy != reference).sum()]
+        sums = [each.full_tensor() if isinstance(each, DTensor) else each for each in sums]
+        return torch.stack([in_double(each) for each in sums])
 
 
 def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -318,7 +295,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _ensure_reference_adapter(policy: PeftModel) -> None:
-    """The adapter "ref", a copy of "default" that does not train, if it is not there yet."""
+    """Add the adapter "ref", a copy of "default" that does not train, if it is not there yet."""
     if _POLICY_ADAPTER not in policy.peft_config:
         raise SettingsError(
             f"A policy with adapters must have one with the name {_POLICY_ADAPTER!r}, as TRL trains that one; this has "
@@ -356,7 +333,7 @@ def _add_adapter(policy: PeftModel) -> None:
 
 
 def _reference_factors(policy: PeftModel) -> Generator[nn.Module]:
-    """What the adapter "ref" only multiplies activations with, which is what autocast casts."""
+    """Yield the factors of the adapter "ref" that activations are multiplied with, which is what autocast casts."""
     for layer in policy.modules():
         if isinstance(layer, lora.Linear) and _REFERENCE_ADAPTER not in layer.lora_variant:
             for factors in (layer.lora_A, layer.lora_B):
@@ -408,7 +385,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """Where they are kept, by the same names."""
+    """Return where the parameters are kept, by the same names."""
     return {
         _plain(f"{prefix}.{leaf}" if prefix else leaf): _Slot(owner, leaf)
         for prefix, owner in model.named_modules()

@@ -1,4 +1,4 @@
-"""Figures about the tokens of a loss that say whether the policy learns from what it sampled."""
+"""Metrics of the tokens of a loss that say whether the policy learns from what it sampled."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcp_grpo.learning.extras import per_token_kl
+from mcp_grpo.learning.kl import per_token_kl
 
 
 ALIGNED_WITHIN = 0.1  # nats between the sampler's and the trainer's log-probability of a token
@@ -30,30 +30,11 @@ def token_sums(
     edges: Sequence[float] = (),
 ) -> dict[str, torch.Tensor]:
     """
-    Sums over the tokens of one rank, to be added to those of the others.
+    Return sums over the tokens of one rank, to be added to those of the others; the keys do not depend on the tokens.
 
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the policy.
-        sampling_logps (`torch.Tensor` of shape `(B, T)`):
-            Those that the tokens were sampled with.
-        ref_logps (`torch.Tensor` of shape `(B, T)`, *optional*):
-            Those of the reference.
-        advantages (`torch.Tensor` of shape `(B, T)`):
-            Advantage of each token.
-        active (`torch.Tensor` of shape `(B, T)`):
-            1 for the tokens in the policy loss.
-        sampled (`torch.Tensor` of shape `(B, T)`):
-            1 for the tokens that the policy wrote, masked or not.
-        gated (`torch.Tensor` of shape `(B, T)`):
-            1 for the tokens whose ratio is too far off.
-        is_on_policy (`bool`):
-            Whether the policy is still the one that sampled, so that any difference is one between sampler and trainer.
-        edges (`Sequence[float]`, *optional*):
-            Ratios at which the bins of their histogram meet, in rising order. Without any, there is no histogram.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Scalars for [`token_metrics`]; the keys do not depend on the tokens.
+    All tensors have shape `(B, T)`. `active` is 1 for the tokens in the policy loss, `sampled` for all that the policy wrote,
+    `gated` for those whose ratio is too far off. `is_on_policy` says that the policy is still the one that sampled, so that any
+    difference is one between sampler and trainer. `edges` are the ratios at which the bins of their histogram meet.
     """
     logps, sampling_logps, active, sampled = (x.detach().float() for x in (logps, sampling_logps, active, sampled))
     # Bounded, so that one token that is off without end leaves something to read.
@@ -91,16 +72,7 @@ def token_sums(
 
 
 def ratio_edges(*limits: float) -> tuple[float, ...]:
-    """
-    Where the bins of a histogram of ratios meet: about evenly on a logarithmic scale, and at some limits.
-
-    Args:
-        limits (`float`):
-            Ratios that matter, such as those where a clip begins. What is not between 0 and infinity is left out.
-
-    Returns:
-        `tuple[float, ...]`: In rising order.
-    """
+    """Return where the bins of a histogram of ratios meet: about evenly on a logarithmic scale, and at `limits`."""
     return tuple(sorted({*EDGES, *(limit for limit in limits if 0 < limit < math.inf)}))
 
 
@@ -111,7 +83,7 @@ def _bins(edges: Sequence[float]) -> list[str]:
 
 def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """
-    Figures from the sums of all ranks.
+    Return metrics from the sums of all ranks.
 
     Args:
         sums (`Mapping[str, float]`):
@@ -162,33 +134,20 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-class TokenFigures:
-    """Figures about the tokens of one update, each token with the same weight, whichever pass it was in."""
+class TokenMetrics:
+    """Metrics of the tokens of one update, each token with the same weight, whichever pass it was in."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
 
     def add(self, sums: Mapping[str, float], quantiles: Mapping[str, float]) -> None:
-        """
-        Add a pass.
-
-        Args:
-            sums (`Mapping[str, float]`):
-                From [`token_sums`], of all ranks.
-            quantiles (`Mapping[str, float]`):
-                From [`ratio_quantiles`].
-        """
+        """Add the sums and the quantiles of a pass, of all ranks."""
         weighted = {name: value * sums["active"] for name, value in quantiles.items()}
         for name, value in {**sums, **weighted}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
-        """
-        The figures.
-
-        Returns:
-            `dict[str, float]`: As of [`token_metrics`], and the means of the quantiles. Nothing if no pass was added.
-        """
+        """Return [`token_metrics`] and the means of the quantiles; nothing if no pass was added."""
         if not self._sums:
             return {}
         quantiles = {name: value for name, value in self._sums.items() if name.startswith("ratio/")}
@@ -198,22 +157,7 @@ class TokenFigures:
 def ratio_quantiles(
     logps: torch.Tensor, sampling_logps: torch.Tensor, active: torch.Tensor, accelerator: Any
 ) -> dict[str, float]:
-    """
-    Quantiles of the ratio over the tokens in the loss, of all ranks. Of very many tokens, only every n-th counts.
-
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the policy.
-        sampling_logps (`torch.Tensor` of shape `(B, T)`):
-            Those that the tokens were sampled with.
-        active (`torch.Tensor` of shape `(B, T)`):
-            1 for the tokens in the policy loss.
-        accelerator (`accelerate.Accelerator`):
-            Knows the other ranks.
-
-    Returns:
-        `dict[str, float]`: `ratio/p10`, `ratio/p50` and `ratio/p90`; nothing if there are no tokens.
-    """
+    """Return `ratio/p10`, `ratio/p50` and `ratio/p90` over the tokens in the loss of all ranks; of very many, every n-th."""
     found = (logps.detach() - sampling_logps)[active.bool()].float()
     found = found[:: max(1, -(-len(found) // MAX_SAMPLES))]
     if accelerator.num_processes > 1:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcp_grpo._trl import is_async_callable
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.trl_compat import is_async_callable
 
 
 class TurnRewards:
@@ -63,19 +63,10 @@ class TurnRewards:
 
     def per_turn(self, rewards: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """
-        The reward of each turn of the trajectories that the functions have seen last.
+        Return the reward of each turn of the trajectories that the functions have seen last, of shape `(B, K)`.
 
-        Args:
-            rewards (`torch.Tensor` of shape `(B, F)`):
-                Reward of each trajectory by each function; NaN where there is none.
-            weights (`torch.Tensor` of shape `(F,)`):
-                Weight of each function.
-            counts (`Sequence[int]`):
-                Turns of each trajectory; 0 for one that is left out.
-
-        Returns:
-            `torch.Tensor` of shape `(B, K)`: Weighted sums over the functions. A reward for a whole trajectory is that
-            of its last turn.
+        `rewards` of shape `(B, F)` has NaN where a function gave none; `counts` are the turns of each trajectory, 0 for one that is
+        left out. A reward for a whole trajectory is that of its last turn.
         """
         turns = torch.zeros(len(counts), max([1, *counts]))
         for index, column in enumerate(rewards.T.tolist()):

@@ -1,12 +1,10 @@
 """A value head that reads the policy's own hidden states, in the same forward pass as the log-probabilities."""
 
-import functools
 import inspect
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -15,84 +13,41 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from mcp_grpo._trl import FusedCausalLMOutput, add_fused_lm_head
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.trl_compat import FusedCausalLMOutput, add_fused_lm_head, give_values
 
 
-ValueHeadKind = Literal["linear", "mlp"]
-
-VALUE_HEAD = "value_head"
-"""Name of the head in the model and in its state dict."""
-
-VALUE_HEAD_FILE = "value_head.safetensors"
-"""File that holds the head, beside the model."""
+VALUE_HEAD = "value_head"  # its name in the model and in its state dict
+VALUE_HEAD_FILE = "value_head.safetensors"  # beside the model
+KIND = "linear"  # written with its weights
 
 
 class ValueHead(nn.Module):
     """
-    Estimates the return that is still to come, from the hidden state after each token.
+    One linear layer that estimates the return still to come, from the hidden state after each token.
 
-    The last layer starts at zero, and so does every value: before the head has learnt, it changes no advantage.
+    It starts at zero: before the head has learnt, it changes no advantage. It only reads: the policy's gradient is what it would
+    be without a head, bit by bit. It computes in the type of its weights, whatever autocast says.
 
     Args:
         hidden_size (`int`):
             Size of the hidden states.
-        kind (`str`, *optional*, defaults to `"linear"`):
-            `"linear"` is one layer. `"mlp"` is a layer norm, a hidden layer of a quarter of `hidden_size`, and the output.
-        backbone_grad_scale (`float`, *optional*, defaults to `0.0`):
-            Share of the gradient of the value loss that reaches the policy. At 0, the head only reads, and the gradient of
-            the policy is what it would be without a head, bit by bit.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            Type of the weights. The head computes in it, whatever autocast says.
+            Type of the weights.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        kind: ValueHeadKind = "linear",
-        backbone_grad_scale: float = 0.0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        if kind not in get_args(ValueHeadKind):
-            raise SettingsError(f"A value head is one of {get_args(ValueHeadKind)}, got {kind!r}.")
-        if not 0 <= backbone_grad_scale <= 1:
-            raise SettingsError(
-                f"The share of the value gradient that reaches the policy must lie between 0 and 1, got "
-                f"{backbone_grad_scale}. Begin with 0, which leaves the policy gradient alone, or with 0.1."
-            )
-        self.hidden_size = hidden_size
-        self.kind: ValueHeadKind = kind
-        self.backbone_grad_scale = backbone_grad_scale
-        width = hidden_size if kind == "linear" else max(1, hidden_size // 4)
-        if kind == "linear":
-            self.body: nn.Module = nn.Identity()
-        else:
-            self.body = nn.Sequential(
-                nn.LayerNorm(hidden_size, dtype=dtype), nn.Linear(hidden_size, width, dtype=dtype), nn.GELU()
-            )
-        self.out = nn.Linear(width, 1, dtype=dtype)
+        self.out = nn.Linear(hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """
-        Values of hidden states.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(B, L, H)`):
-                Hidden states after each token.
-
-        Returns:
-            `torch.Tensor` of shape `(B, L)`: Their values, in `float32`.
-        """
+        """Return the values of hidden states of shape `(B, L, H)`, of shape `(B, L)`, in `float32`."""
         # Asked of the weights on every call, for wrappers such as FSDP replace them.
-        hidden = hidden.to(self.out.weight.device, self.out.weight.dtype)
-        read = hidden.detach()
-        if self.backbone_grad_scale:
-            read = read + self.backbone_grad_scale * (hidden - read)  # the same numbers, but for the gradient
+        read = hidden.detach().to(self.out.weight.device, self.out.weight.dtype)
         with torch.autocast(read.device.type, enabled=False):
-            return self.out(self.body(read)).squeeze(-1).float()
+            return self.out(read).squeeze(-1).float()
 
 
 @dataclass
@@ -108,34 +63,21 @@ class FusedValueOutput(FusedCausalLMOutput):
     value_preds: torch.Tensor | None = None
 
 
-def add_value_head(
-    model: Any,
-    *,
-    kind: ValueHeadKind = "linear",
-    backbone_grad_scale: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> ValueHead:
+def add_value_head(model: Any, dtype: torch.dtype = torch.float32) -> ValueHead:
     """
     Add a value head to a model that TRL has given a fused LM head.
 
-    `model(..., labels=labels, fused_lm_head=True, num_values=n)` then returns a [`FusedValueOutput`] with the values of
-    the last `n` positions. Every other call is as before, and so is generation. The random state is left as it was.
+    `model(..., labels=labels, fused_lm_head=True, num_values=n)` then returns a [`FusedValueOutput`] with the values of the last
+    `n` positions. Every other call is as before, and so is generation. The random state is left as it was.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Causal language model, before it is wrapped for several processes.
-        kind (`str`, *optional*, defaults to `"linear"`):
-            Kind of head; see [`ValueHead`].
-        backbone_grad_scale (`float`, *optional*, defaults to `0.0`):
-            Share of the gradient of the value loss that reaches the policy.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
             Type of the weights. FSDP wants that of the other trained weights.
 
     Returns:
         [`ValueHead`]: The head, which is also `value_head` of the causal language model.
-
-    Raises:
-        [`SettingsError`]: If the model has a value head, or no fused LM head.
     """
     lm = _causal_lm(model)
     if VALUE_HEAD in lm._modules:
@@ -150,25 +92,9 @@ def add_value_head(
     output_layer = lm.get_output_embeddings()
     # On the CPU, so that no other generator than the one that is put back is used.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        head = ValueHead(output_layer.in_features, kind, backbone_grad_scale, dtype)
+        head = ValueHead(output_layer.in_features, dtype)
     lm.add_module(VALUE_HEAD, head.to(output_layer.weight.device))
-    # The function and not the bound method: a copy of the model must read its own hidden states.
-    fused_forward = lm.forward.__func__
-
-    @functools.wraps(type(lm).forward)  # `generate` checks its arguments against this signature
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, num_values: int = 0, **kwargs: Any) -> Any:
-        if not (fused_lm_head and num_values):
-            return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
-        hidden: list[torch.Tensor] = []
-        hook = self.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
-        try:
-            output = fused_forward(self, *args, fused_lm_head=True, **kwargs)
-        finally:
-            hook.remove()
-        # Inside the forward pass, and part of its output: wrappers such as DDP and FSDP see nothing else.
-        return FusedValueOutput(**output, value_preds=self.value_head(hidden[0][:, -num_values:]))
-
-    lm.forward = types.MethodType(forward, lm)
+    give_values(lm, FusedValueOutput)
     return head
 
 
@@ -206,23 +132,11 @@ class ValueRecorder:
         return output
 
     def values(self) -> torch.Tensor:
-        """
-        Values of the states that completion tokens were chosen in.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: At `t`, the value before completion token `t`, which lines up with its
-            log-probability.
-        """
+        """Return, of shape `(B, T)`, the value before each completion token, which lines up with its log-probability."""
         return self._recorded()[:, :-1]
 
     def values_after(self) -> torch.Tensor:
-        """
-        Values of the states that completion tokens led to.
-
-        Returns:
-            `torch.Tensor` of shape `(B, T)`: At `t`, the value after completion token `t`. That of the last token of a
-            trajectory that was cut short stands for what it did not live to see.
-        """
+        """Return, of shape `(B, T)`, the value after each completion token: that of the last one stands for what was cut."""
         return self._recorded()[:, 1:]
 
     def _recorded(self) -> torch.Tensor:
@@ -236,17 +150,7 @@ class ValueRecorder:
 def without_value_head(
     state_dict: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """
-    Split the weights of a model from those of its value head.
-
-    Args:
-        state_dict (`Mapping[str, torch.Tensor]`):
-            Weights of a model, which may be wrapped.
-
-    Returns:
-        `tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]`: The weights of the model, under their names, and those
-        of the head, under the names that it has for them.
-    """
+    """Split the weights of a model, which may be wrapped, from those of its value head, under the names the head has."""
     rest, head = {}, {}
     for name, weight in state_dict.items():
         _, found, own_name = f".{name}".partition(f".{VALUE_HEAD}.")
@@ -255,47 +159,24 @@ def without_value_head(
 
 
 def save_value_head(head: ValueHead, folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-    """
-    Write a value head beside its model.
-
-    Args:
-        head ([`ValueHead`]):
-            The head.
-        folder (`str` or `Path`):
-            Folder of the model; `value_head.safetensors` is written into it.
-        state_dict (`Mapping[str, torch.Tensor]`, *optional*):
-            Weights of the head, where the head itself holds only a part of them, as with FSDP and ZeRO-3; see
-            [`without_value_head`].
-    """
+    """Write a value head beside its model; `state_dict` has its weights where the head holds only a part of them."""
     weights = {name: w.detach().contiguous() for name, w in (state_dict or head.state_dict()).items()}
-    save_file(weights, Path(folder) / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
+    save_file(weights, Path(folder) / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": KIND})
 
 
 def load_value_head(head: ValueHead, folder: str | Path) -> bool:
-    """
-    Read the weights of a value head. They may be sharded by FSDP.
-
-    Args:
-        head ([`ValueHead`]):
-            The head to read into.
-        folder (`str` or `Path`):
-            Folder of the model.
-
-    Returns:
-        `bool`: Whether there were any.
-
-    Raises:
-        [`SettingsError`]: If they are those of another kind of head, or of a model of another size.
-    """
+    """Read the weights of a value head, which may be sharded by FSDP. Return whether there were any."""
     file = Path(folder) / VALUE_HEAD_FILE
     if not file.exists():
         return False
-    kind, weights = _read(file)
-    if kind != head.kind:
+    with safe_open(file, framework="pt") as saved:
+        kind = (saved.metadata() or {}).get("kind")
+    if kind != KIND:
         raise SettingsError(
-            f"{file} holds a value head of kind {kind!r}, but this one is {head.kind!r}. Use the kind that was trained, or "
-            "move the file away to start with a new head."
+            f"{file} holds a value head of kind {kind!r}, and only {KIND!r} ones can be read. Move the file away to start with "
+            "a new head."
         )
+    weights = load_file(file)
     found, expected = ({name: tuple(w.shape) for name, w in each.items()} for each in (weights, head.state_dict()))
     if found != expected:
         raise SettingsError(
@@ -350,7 +231,7 @@ def value_head_from_pretrained(model: Any, folder: str | Path) -> ValueHead:
     lm = _causal_lm(model)
     if not _has_fused_lm_head(lm):
         add_fused_lm_head(lm)
-    head = add_value_head(model, kind=_read(file)[0])
+    head = add_value_head(model)
     load_value_head(head, folder)
     return head
 
@@ -361,10 +242,3 @@ def _causal_lm(model: Any) -> Any:
 
 def _has_fused_lm_head(lm: Any) -> bool:
     return "fused_lm_head" in inspect.signature(lm.forward, follow_wrapped=False).parameters
-
-
-def _read(file: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Kind and weights of a head in a file."""
-    with safe_open(file, framework="pt") as saved:
-        kind = (saved.metadata() or {}).get("kind")
-    return kind, load_file(file)

@@ -70,8 +70,8 @@ class GPUWatch:
         if not samples:
             return {}
         shares = [share for share, _ in samples if share is not None]
-        figures = {"gpu/memory_gib": max(memory for _, memory in samples)}
-        return figures | ({"gpu/utilization": sum(shares) / len(shares)} if shares else {})
+        metrics = {"gpu/memory_gib": max(memory for _, memory in samples)}
+        return metrics | ({"gpu/utilization": sum(shares) / len(shares)} if shares else {})
 
     def _watch(self, sample: Callable[[], tuple[float | None, float]]) -> None:
         while not self._end.wait(SAMPLE_SECONDS):

@@ -13,13 +13,9 @@ METRICS_FILE = "metrics.jsonl"
 
 class MetricsFile(TrainerCallback):
     """
-    Writes every figure that is logged to a file, one JSON object a line.
+    Writes every metric that is logged to a file, one JSON object a line.
 
-    A run that goes on from a checkpoint goes on in the file; what was logged after that checkpoint is replaced.
-
-    Args:
-        path (`Path`):
-            The file. A run that starts anew begins it anew.
+    A run that is resumed continues the file; what was logged after its checkpoint is replaced. A new run starts a new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,16 +41,16 @@ class MetricsFile(TrainerCallback):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # JSON has no NaN.
-        figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
+        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
         with self._path.open("a") as lines:
-            lines.write(json.dumps({"step": state.global_step, **figures}, default=str) + "\n")
+            lines.write(json.dumps({"step": state.global_step, **metrics}, default=str) + "\n")
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether a line belongs to a run up to a checkpoint. One that is broken off does not, nor does the batch after it."""
+    """Return whether a line belongs to a run up to a checkpoint: not one that is broken off, nor the batch after it."""
     try:
-        figures = json.loads(line)
+        metrics = json.loads(line)
     except ValueError:
         return False
-    is_of_next = any(name.startswith("batch/") for name in figures)
-    return step > 0 and (figures["step"] < step or (figures["step"] == step and not is_of_next))
+    is_of_next = any(name.startswith("batch/") for name in metrics)
+    return step > 0 and (metrics["step"] < step or (metrics["step"] == step and not is_of_next))

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from mcp_grpo.evaluation import Interval, Judged, best_of, change
-from mcp_grpo.learning import HealthNote
+from mcp_grpo.monitor import HealthNote
 
 
 # Metrics of an evaluation that say how tasks were attempted, and how to call them.
@@ -36,25 +36,40 @@ def learning_table(evaluations: Sequence[Judged], kept_step: int) -> Table:
         `rich.table.Table`: Print it with `rich.print`.
     """
     first, last = evaluations[0], evaluations[-1]
-    columns = {id(each): each for each in (first, _kept(evaluations, kept_step), last)}
+    columns = {id(each): each for each in (first, kept_of(evaluations, kept_step), last)}
     num_tasks = len(first.rewards)
     table = Table(title=f"{num_tasks} tasks to judge by, {first.num_attempts / max(1, num_tasks):.3g} attempts each")
     table.add_column("")
     for each in columns.values():
         name = "before" if each.step == 0 else f"step {each.step}"
         table.add_column(f"{name}, kept" if each.step == kept_step else name, justify="right")
-    table.add_row("reward, with 95 % interval", *(str(each.reward) for each in columns.values()))
-    parts = [name for name in first.metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    for label, values in learning_rows(list(columns.values())):
+        table.add_row(label, *values)
+    return table
+
+
+def learning_rows(evaluations: Sequence[Judged]) -> list[tuple[str, list[str]]]:
+    """Return what is shown of evaluations: a label, and a text for each of them."""
+    rows = [("reward, with 95 % interval", [str(each.reward) for each in evaluations])]
+    successes = [each.success for each in evaluations]
+    if any(successes):
+        rows.insert(0, ("success, with 95 % interval", [share_text(each) if each else "" for each in successes]))
+    parts = [name for name in evaluations[0].metrics if name.startswith("rewards/") and name.endswith("/mean")]
     # The only reward function there is has nothing to add.
     parts = [
         name for name in parts if any(each.metrics.get(name) != each.metrics.get("reward") for each in evaluations)
     ]
     labels = {name: f"  {name.removeprefix('rewards/').removesuffix('/mean')}" for name in parts}
     for name, label in (labels | ROWS).items():
-        if any(name in each.metrics for each in columns.values()):
-            values = [each.metrics.get(name) for each in columns.values()]
-            table.add_row(label, *("" if value is None else f"{value:.3f}" for value in values))
-    return table
+        if any(name in each.metrics for each in evaluations):
+            values = [each.metrics.get(name) for each in evaluations]
+            rows.append((label, ["" if value is None else f"{value:.3f}" for value in values]))
+    return rows
+
+
+def share_text(share: Interval) -> str:
+    """Return a share with its interval, in words."""
+    return f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})"
 
 
 def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
@@ -76,13 +91,18 @@ def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
             "What was learnt is not known: the policy was not evaluated both before and after. Set `eval_strategy` and "
             "`eval_on_start`."
         )
-    before, kept = evaluations[0], _kept(evaluations, kept_step)
+    before, kept = evaluations[0], kept_of(evaluations, kept_step)
     gain = change(before, kept)
     if gain is None:
         return "What was learnt is not known: there are fewer than two tasks to judge by."
     words = f"from before training to step {kept.step}, the reward changed by {_signed(gain)}"
     if gain.low == gain.high == 0:
         sentence = f"Nothing was learnt: at step {kept.step}, the reward of every task is what it was before training."
+    elif gain.low > 0 and _gave_tools_up(before, kept):
+        sentence = (
+            f"It learnt to leave its tools alone, not to use them: {words}, as calls that cannot be made cost it no more. "
+            "Warm it up on solutions first (`recipes/sft_warmup.py`), or pay for calls that can be made."
+        )
     elif gain.low > 0:
         sentence = f"It learnt: {words}."
     elif gain.high < 0:
@@ -137,7 +157,14 @@ def health_lines(notes: Sequence[HealthNote]) -> list[str]:
     return [f"Health, step {note.step}: {note.sentence}" for note in notes]
 
 
-def _kept(evaluations: Sequence[Judged], step: int) -> Judged:
+def _gave_tools_up(before: Judged, kept: Judged) -> bool:
+    """Return whether a policy called tools, and hardly does any more."""
+    first, last = (each.metrics.get("tools/call_frequency") for each in (before, kept))
+    return first is not None and last is not None and last < first / TENTH
+
+
+def kept_of(evaluations: Sequence[Judged], step: int) -> Judged:
+    """Return the evaluation of the policy that was kept."""
     return next((each for each in reversed(evaluations) if each.step == step), evaluations[-1])
 
 

@@ -1,14 +1,27 @@
 """Warnings in the terminal, whatever else is done with the log."""
 
+import io
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm.auto import tqdm
+
+from mcp_grpo.inert import inert
+
+
+class InertFormatter(logging.Formatter):
+    """Writes control characters of what is logged so that no terminal obeys them, also when it shows the file later."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return inert(super().format(record))
 
 
 class TerminalHandler(logging.Handler):
     """
-    Writes warnings to the terminal, above the progress bars.
+    Writes warnings to the terminal, above the progress bars, with control characters in them shown instead of obeyed.
 
     Python does that by itself only until somebody adds a handler, such as one that writes to a file: from then on nothing is
     seen. Where a handler of the root writes to the terminal, it is left to that one.
@@ -16,7 +29,7 @@ class TerminalHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self.setFormatter(InertFormatter("%(levelname)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, unless the root's handlers do, or the terminal hears of it anyway."""
@@ -28,6 +41,20 @@ class TerminalHandler(logging.Handler):
             tqdm.write(self.format(record), file=sys.stderr)
         except (OSError, ValueError):  # the terminal is gone
             self.handleError(record)
+
+
+@contextmanager
+def any_text_in_terminal() -> Iterator[None]:
+    """Let characters that a terminal cannot show be written as escapes meanwhile, instead of raising."""
+    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    kept = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, kept, strict=True):
+            stream.reconfigure(errors=errors)
 
 
 def speak_in_terminal(*names: str) -> None:

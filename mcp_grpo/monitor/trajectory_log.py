@@ -1,8 +1,37 @@
 """Every decision of a trajectory, for those who look for what went wrong."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mcp_grpo.inert import inert
+from mcp_grpo.monitor.token_view import explain
+from mcp_grpo.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredBatch:
+    """
+    A batch that is about to be learnt from, on one process.
+
+    Args:
+        step (`int`):
+            Optimizer steps done before it.
+        trajectories (`Sequence[Trajectory]`):
+            The attempts.
+        rewards (`Sequence[Mapping[str, float]]`):
+            Rewards of each attempt by the name of their function; NaN where it gave none.
+        columns (`Mapping[str, Any]`):
+            Inputs of the loss, padded: `completion_mask`, `tool_mask`, `advantages` and others. A value head changes
+            advantages only with the pass of the loss.
+    """
+
+    step: int
+    trajectories: Sequence[Trajectory]
+    rewards: Sequence[Mapping[str, float]]
+    columns: Mapping[str, Any]
 
 
 class TrajectoryLog:
@@ -18,38 +47,26 @@ class TrajectoryLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def watch(self, trainer: Any) -> None:
+    def __call__(self, batch: ScoredBatch) -> None:
         """
-        Write them from now on, on the main process.
+        Write the first trajectory of a batch. Hand this to [`MCPGRPOTrainer.watch_batches`].
 
         Args:
-            trainer ([`MCPGRPOTrainer`]):
-                The trainer.
+            batch ([`ScoredBatch`]):
+                The batch.
         """
-        make_batch = trainer._generate_and_score_completions
-
-        def watched(inputs: Any) -> Any:
-            batch = make_batch(inputs)
-            if trainer.is_world_process_zero():
-                self._write(trainer, batch)
-            return batch
-
-        trainer._generate_and_score_completions = watched
-
-    def _write(self, trainer: Any, batch: dict[str, Any]) -> None:
-        trajectory, rewards = trainer._trajectories[0], trainer._rewards[0].tolist()
-        in_loss = batch["completion_mask"][0] * batch["tool_mask"][0]
-        advantages = batch["advantages"][0]
+        trajectory, columns = batch.trajectories[0], batch.columns
+        in_loss = columns["completion_mask"][0] * columns["tool_mask"][0]
+        advantages = columns["advantages"][0]
         advantages = advantages.expand(in_loss.shape) if advantages.dim() == 0 else advantages
+        assert trajectory.vocabulary
         pieces = trajectory.vocabulary.pieces(trajectory.prompt_ids + trajectory.completion_ids)
         start = len(trajectory.prompt_ids)
 
         def text(first: int, last: int) -> str:
             return b"".join(pieces[first:last]).decode("utf-8", "replace")
 
-        lines = [
-            f"Task {trajectory.task.task_id!r}, step {trainer.state.global_step}, temperature {trainer.temperature}"
-        ]
+        lines = [f"Task {trajectory.task.task_id!r}, step {batch.step}"]
         lines += ["", f"== Prompt, as it is rendered: {start} tokens ==", text(0, start)]
         roles = trajectory.roles or ["choice" if s else "environment" for s in trajectory.sampled_mask]
         offset, turn = 0, -1
@@ -83,14 +100,14 @@ class TrajectoryLog:
         lines.append(
             f"learnt from: {'yes' if trajectory.is_learnt_from else 'no'}, {int(in_loss.sum())} tokens in the loss"
         )
-        names = trainer.reward_func_names
-        lines += [f"reward {name}: {value}" for name, value in zip(names, rewards, strict=True)]
+        rewards = batch.rewards[0]
+        lines += [f"reward {name}: {value}" for name, value in rewards.items()]
         given = sorted({round(float(a), 6) for a, seen in zip(advantages, in_loss, strict=True) if seen})
         lines.append(f"advantage: {', '.join(map(str, given)) or 'none'}")
-        if trainer.args.value_head_kind:
+        if "mixing_weight" in columns:
             lines.append("(before the value head, which comes in with the pass of the loss)")
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step-{trainer.state.global_step}.txt"
-        path.write_text("\n".join(lines) + "\n")
-        total = sum(value for value in rewards if value == value)
-        trajectory.explain(reward=total).save(path.with_suffix(".html"))
+        path = self._folder / f"step-{batch.step}.txt"
+        path.write_text(inert("\n".join(lines)) + "\n", encoding="utf-8")
+        total = sum(value for value in rewards.values() if value == value)
+        explain(trajectory, reward=total).save(path.with_suffix(".html"))

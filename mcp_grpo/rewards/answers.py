@@ -1,4 +1,4 @@
-"""Whether the final message gives the expected answer: as a number, a date, a name, a list, a yes, or a refusal."""
+"""Compare the final message with the expected answer: a number, date, name, list, yes or no, or refusal."""
 
 import json
 import math
@@ -7,68 +7,36 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import date
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from mcp_grpo.errors import TaskFormatError
-from mcp_grpo.rewards.assignment import is_assignable
 from mcp_grpo.rewards.numbers import CURRENCIES, PERCENTS, SCALES, Number, asks_for_fall, dates_in, numbers_in
-from mcp_grpo.rewards.refusals import is_refusal
+from mcp_grpo.rewards.words import GENERAL, AnswerWords
 from mcp_grpo.types import Task, Trajectory
 
 
-MAX_ANSWER = 1000  # characters; who writes more has not answered
+MAX_ANSWER = 1000  # characters; a longer text is no answer
 MAX_NAMED = 200  # characters of a name with its figure
-MAX_REPEATS = 3  # of the answer in other words, as in "12.5 million (12,500,000)"
-TOLERANCE = 1e-6  # relative, of a number that asks for no other
+MAX_REPEATS = 3  # forms of the same answer, as in "12.5 million (12,500,000)"
+TOLERANCE = 1e-6  # relative, unless the answer sets another
 
-_ANSWER_LINE = re.compile(r"^[\s>*_#`-]*(?:final\s+)?answer\s*[*_`]*\s*[:：][ \t]*(.*)$", re.IGNORECASE | re.MULTILINE)
+# Possessive, and within one line: a message of blank lines is read once, not once for each of them.
+_SPACE = r"[^\S\n]"
+_ANSWER_LINE = re.compile(
+    rf"^(?:{_SPACE}|[>*_#`-])*+(?:final{_SPACE}++)?answer{_SPACE}*+[*_`]*+{_SPACE}*+[:：][ \t]*+(.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
 _HEDGE = re.compile(
-    r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot)\b|n['’]t\b|±|\+\s?/?\s?-", re.IGNORECASE
-)
-_ROLE = r"(?:ceo|cfo|coo|chief\s+(?:executive|financial|operating)(?:\s+officer)?|managing\s+director|president|chair(?:man|woman|person)?)(?:\s*\(c[efo]o\))?"
-_NOW = r"(?:the\s+|its\s+)?(?:current\s+|present\s+|new\s+)?"
-_OF = r"(?:\s+(?:of|at|for)\s+[^:;,()\n]{1,80}?)?"
-_LEAD_IN = re.compile(
-    r"^(?:(?:so|thus|therefore|hence)\W+)?"
-    rf"(?:(?:(?:[^:;,()\n]{{1,60}}?['’]s?\s+)?{_NOW}(?:final\s+)?(?:answer|result|company|name|symbol|ticker|{_ROLE}){_OF}(?:\s+(?:is|was)\b|\s*[:,])"
-    r"|(?:it|that|this)\s+(?:is|was)\b|it['’]s)\W+)?"
-    rf"(?:(?:the\s+)?{_ROLE}\s+)?(?:(?:mr|mrs|ms|dr|prof)\b\.?\s+)?",
+    r"\b(?:or|either|neither|nor|maybe|perhaps|possibly|not|cannot|never|unsure|uncertain|unlikely)\b|n['’]t\b|±|\+\s?/?\s?-|\?"
+    r"|\b(?:wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|untrue|mistaken(?:ly)?|inaccurate|anything\s+but|far\s+from)\b"
+    r"|\b(?:more|less|fewer|greater|other|rather)\s+than\s+(?=[^\s\d]{0,4}\s?\d)",
     re.IGNORECASE,
 )
-_LEAD_OUT = re.compile(
-    rf"(?:\s*\(|,\s+|\s+(?:is|has\s+been)\s+){_NOW}{_ROLE}{_OF}(?:\s+since\s+(?:\w+\s+){{0,2}}\d{{4}})?\s*\)?\W*$",
-    re.IGNORECASE,
-)
-_EXCHANGE = re.compile(r"^\s*(?:nyse|nasdaq|lse|xetra|ticker|symbol)\s*:\s*", re.IGNORECASE)
 _FIGURE_OUT = re.compile(r"^(.+?)(?:\s*\(|\s*[,:;]\s+|\s+-\s+|\s+(?:with|at)\s+)([^()]*\d[^()]*?)\)?\W*$")
-_LEGAL_FORMS = {
-    "inc",
-    "incorporated",
-    "corp",
-    "corporation",
-    "co",
-    "company",
-    "plc",
-    "ltd",
-    "limited",
-    "llc",
-    "lp",
-    "llp",
-}
-_LEGAL_FORMS |= {"ag", "sa", "nv", "se", "gmbh", "spa", "ab", "asa", "oyj"}
 _YES, _NO = {"yes", "true", "correct"}, {"no", "false", "incorrect"}
 _CAPITAL = r"(?:(?:Inc|Corp|Co|Ltd|Mrs?|Ms|Dr|Prof|[A-Z])\.|[^\W\d_a-zß-öø-ÿ][\w'’-]*)"
 _CAPITALS = re.compile(rf"{_CAPITAL}(?:[ \u00a0]+(?:&[ ]+)?{_CAPITAL})*")
-_ASIDE = re.compile(  # words that have capitals in a sentence, and are of no name
-    r"(?:^|(?<=\s))(?:(?:the|its|a|an|our|current|new|answer|hi|hello|thanks|in|at|for|it|is|as|of|mr|mrs|ms|dr|prof)\.?"
-    rf"|{_ROLE})(?=\s|$)",
-    re.IGNORECASE,
-)
 _IS_ABOUT = re.compile(r"\b(?:of|for|at|on|about|hi|hello|thanks|dear)\s+(?:the\s+)?$|@$", re.IGNORECASE)
-_IS_OWNER = re.compile(rf"(?:['’]s?(?:\s+{_ROLE})?|\s{_ROLE})$|^(?:of|for|at|hi|hello|thanks)\s", re.IGNORECASE)
-_IS_ASKED = re.compile(
-    rf"\s*(?:\([^()]*\)\s*)?(?::|['’]s?\s|{_ROLE}\b|has\s+(?-i:[A-Z])|is\s+(?:led|run|headed)\s)", re.IGNORECASE
-)
 _FORMER = re.compile(r"\b(?:former|formerly|previous|previously|until|ex)\b", re.IGNORECASE)
 _LISTED_BEFORE = re.compile(r"[^\W_](?:\s*[,;/|+]|\s+and|\s*&|\n)\s*$", re.IGNORECASE)
 _LISTED_AFTER = re.compile(r"(?:\s*[,;/|+]|\s+and\s|\s*&|\s*\n)\s*(?:and\s+)?(?-i:[A-Z])", re.IGNORECASE)
@@ -80,19 +48,19 @@ _ITEM_MARK = re.compile(r"^\s*(?:[-*•]|\(?\d{1,2}[.)](?=\s))\s*")
 
 def answer_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
-    1 if the final message gives the task's `answer`, 0 otherwise.
+    Pay 1 if the final message gives the task's `answer`, and 0 otherwise.
 
-    What counts as the answer is what stands after the last `Answer:` at the beginning of a line, or else the whole message.
-    Whoever names several candidates has not answered. The task's `answer` is a value, or says what kind of value it is:
+    The answer is the text after the last `Answer:` at the beginning of a line, or else the whole message. A message with
+    several candidates gives no answer. The task's `answer` is a value, or a mapping with its type:
 
     | `answer` | matches |
     |---|---|
     | `12.5`, `{"type": "number", "value": 12.5}` | `12.5`, `12.50`, `1.25e1` |
     | `{"type": "number", "value": 12.5, "unit": "million USD", "tolerance": 0.005}` | `$12.5M`, `12,480,000`, `12.5` |
     | `{"type": "number", "value": 12.5, "unit": "%", "absolute": 0.05}` | `12.5%`, `0.125`, `12.46 percent` |
-    | `"2024-03-05"`, `{"type": "date", "value": "2024-03-05"}` | `March 5, 2024`, not `03/05/2024`, which could be two |
-    | `"Nestlé"`, `{"type": "name", "value": "Nestlé", "aliases": ["NESN"]}` | `NESTLE S.A.`, `nesn` |
-    | `{"type": "set", "values": ["VLTA", "NWL"]}` | `NWL and VLTA`, nothing more |
+    | `"2024-03-05"`, `{"type": "date", "value": "2024-03-05"}` | `March 5, 2024`, not the ambiguous `03/05/2024` |
+    | `"Nestlé"`, `{"type": "name", "value": "Nestlé", "aliases": ["NESN"]}` | `NESTLE`, `The answer is nesn.` |
+    | `{"type": "set", "values": ["VLTA", "NWL"]}` | `NWL and VLTA`, without others |
     | `["VLTA", "NWL"]`, `{"type": "list", "values": [...]}` | the same, in this order |
     | `true`, `{"type": "boolean", "value": true}` | `Yes`, `true` |
     | `{"type": "refusal"}` | `There is no data for that day`, without any figure |
@@ -101,7 +69,7 @@ def answer_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
         trajectory (`list[Trajectory]`):
             The trajectories.
         kwargs (`Any`):
-            What else the trainer passes to reward functions; not used.
+            Other arguments that the trainer passes to reward functions; not used.
 
     Returns:
         `list[float]`: One reward per trajectory.
@@ -109,17 +77,8 @@ def answer_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     return [float(is_matched(attempt)) for attempt in trajectory]
 
 
-def is_matched(trajectory: Trajectory) -> bool:
-    """
-    Whether the final message gives the task's `answer`; see [`answer_match`].
-
-    Args:
-        trajectory ([`Trajectory`]):
-            A finished trajectory.
-
-    Returns:
-        `bool`: Whether it does.
-    """
+def is_matched(trajectory: Trajectory, *, words: AnswerWords = GENERAL) -> bool:
+    """Tell whether the final message gives the task's `answer`; see [`answer_match`]."""
     task = trajectory.task
     if task.answer is None:
         raise TaskFormatError(
@@ -129,59 +88,41 @@ def is_matched(trajectory: Trajectory) -> bool:
     try:
         spec = answer_spec(task.answer)
     except TaskFormatError as error:
-        raise TaskFormatError(f"The `answer` of task {task.task_id!r} cannot be compared with: {error}") from error
+        raise TaskFormatError(f"The `answer` of task {task.task_id!r} is not valid: {error}") from error
     if trajectory.answer is None:
         return False
-    return matches_answer(trajectory.answer, spec, question=question_of(task))
+    return matches_answer(trajectory.answer, spec, question=question_of(task), words=words)
 
 
 def question_of(task: Task) -> str:
-    """
-    What the user asks in a task.
-
-    Args:
-        task ([`Task`]):
-            The task.
-
-    Returns:
-        `str`: The user's messages, one after the other.
-    """
+    """Return what the user asks in a task."""
     return " ".join(str(message.get("content") or "") for message in task.prompt if message["role"] == "user")
 
 
-def matches_answer(message: str, answer: Any, *, question: str = "") -> bool:
+def matches_answer(message: str, answer: Any, *, question: str = "", words: AnswerWords = GENERAL) -> bool:
     """
-    Whether a message gives an answer; see [`answer_match`].
+    Tell whether a message gives an answer; see [`answer_match`].
 
     Args:
         message (`str`):
-            What the policy wrote.
+            The policy's text.
         answer (`Any`):
-            What is expected: a value, or a mapping with its `type`.
+            The expected answer: a value, or a mapping with its `type`.
         question (`str`, *optional*):
-            What was asked. "A loss of 5" is -5, but 5 is right as well where the question itself asks for a loss.
+            The question. "A loss of 5" is -5, but 5 is also right if the question itself asks for a loss.
+        words ([`AnswerWords`], *optional*):
+            Words of the field that the answer is from, such as those of companies.
 
     Returns:
         `bool`: Whether it does.
     """
     text = final_answer(message)
     spec = answer_spec(answer)
-    return 0 < len(text) <= MAX_ANSWER and _matches(text, {**spec, _ASKS_FOR_FALL: asks_for_fall(question)})
+    return 0 < len(text) <= MAX_ANSWER and _matches(text, {**spec, _ASKS_FOR_FALL: asks_for_fall(question)}, words)
 
 
-def mentions_answer(text: str, answer: Any) -> bool:
-    """
-    Whether a text has an answer in it, among other things. For text that somebody else is to read, such as a post.
-
-    Args:
-        text (`str`):
-            The text. If it has more than a handful of figures, or is very long, it mentions nothing.
-        answer (`Any`):
-            What is expected: a value, or a mapping with its `type`.
-
-    Returns:
-        `bool`: Whether it has.
-    """
+def mentions_answer(text: str, answer: Any, words: AnswerWords = GENERAL) -> bool:
+    """Tell whether a text meant for a reader, such as a post, mentions an answer among other things."""
     if len(text) > MAX_ANSWER:
         return False
     spec = answer_spec(answer)
@@ -193,28 +134,18 @@ def mentions_answer(text: str, answer: Any) -> bool:
             dates = dates_in(text)
             return len(dates) <= MAX_REPEATS and date.fromisoformat(spec["value"]) in dates
         case "name":
-            names = [_name(name) for name in (spec["value"], *spec.get("aliases", ()))]
-            words = f" {' '.join(_words(text))} "
-            return any(f" {name} " in words for name in names)
+            said = f" {' '.join(_words(text))} "
+            return any(f" {name} " in said for name in _names(spec, words))
         case _:
-            return _matches(text, spec)
+            return _matches(text, spec, words)
 
 
-def gives_only(text: str, answers: Sequence[Any]) -> bool:
+def gives_only(text: str, answers: Sequence[Any], words: AnswerWords = GENERAL) -> bool:
     """
-    Whether a text gives answers in its sentences, and no others. For text that somebody else is to read, such as a post.
+    Tell whether a text meant for a reader, such as a post, gives these answers in its sentences and no others.
 
-    Every figure but years and dates must be one of the answers. A name must be given once, with no other name that could be
-    meant instead. Whoever hedges or denies has given nothing.
-
-    Args:
-        text (`str`):
-            The text.
-        answers (`Sequence[Any]`):
-            What is expected: values, or mappings with their `type`.
-
-    Returns:
-        `bool`: Whether it does.
+    Every figure except years and dates must be one of the answers. A name must be given once, with no other name that
+    could be meant instead. A text that hedges or denies gives nothing.
     """
     specs = [answer_spec(answer) for answer in answers]
     if not 0 < len(text) <= MAX_ANSWER or _HEDGE.search(text):
@@ -230,88 +161,75 @@ def gives_only(text: str, answers: Sequence[Any]) -> bool:
     names = [spec for spec in specs if spec["type"] == "name"]
     if names and _FORMER.search(text):
         return False
-    if not all(_is_only_name(text, spec, [other for other in names if other is not spec]) for spec in names):
+    if not all(_is_only_name(text, spec, [other for other in names if other is not spec], words) for spec in names):
         return False
-    return all(_matches(text, spec) for spec in specs if spec["type"] not in ("number", "date", "name"))
+    return all(_matches(text, spec, words) for spec in specs if spec["type"] not in ("number", "date", "name"))
 
 
 def _is_covered(fits: Sequence[Sequence[bool]], num_specs: int) -> bool:
-    """Whether every figure fits an answer and every answer has a figure, said a few times at most."""
+    """Tell whether every figure fits an answer and every answer has a figure, with few repetitions."""
     is_short = len(fits) <= MAX_REPEATS * num_specs
     return is_short and all(map(any, fits)) and all(any(row[spec] for row in fits) for spec in range(num_specs))
 
 
-def _is_only_name(text: str, spec: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
-    names = {_name(name) for name in (spec["value"], *spec.get("aliases", ()))}
-    known = names.union(*({_name(name) for name in (one["value"], *one.get("aliases", ()))} for one in others))
-    runs = [_Run(match) for match in _CAPITALS.finditer(_without_marks(text))]
-    given = [run for run in runs if _name(run.name) in names]
-    if not given or len({_name(run.name) for run in given}) < len(given):
+def _is_only_name(text: str, spec: Mapping[str, Any], others: Sequence[Mapping[str, Any]], words: AnswerWords) -> bool:
+    names = _names(spec, words)
+    known = names.union(*(_names(other, words) for other in others))
+    runs = [_Run(match, words) for match in _CAPITALS.finditer(_without_marks(text))]
+    given = [run for run in runs if _name(run.name, words) in names]
+    if not given or len({_name(run.name, words) for run in given}) < len(given):
         return False
     if len(_words(given[0].name)) == 1:
         return not any(run.is_listed for run in given)
-    rivals = [run for run in runs if len(_words(run.name)) > 1 and _name(run.name) not in known]
+    rivals = [run for run in runs if len(_words(run.name)) > 1 and _name(run.name, words) not in known]
     # One other name may be there: of the company, say. What a text is about, and what it says of it, cannot be mistaken.
     is_clear = all(run.is_subject for run in rivals) and not any(run.is_subject for run in given)
     return not rivals or (is_clear and len({_words(run.name)[0] for run in rivals}) == 1)
 
 
 class _Run:
-    """Words with capitals that stand side by side, and what is around them."""
+    """A run of capitalised words, and the text around it."""
 
-    def __init__(self, match: re.Match[str]) -> None:
+    def __init__(self, match: re.Match[str], words: AnswerWords) -> None:
+        self._words = words
         self._before, self._text, self._after = match.string[: match.start()], match[0], match.string[match.end() :]
-        self.name = _ASIDE.sub("", match[0]).strip(" .")
+        self.name = words.aside.sub("", match[0]).strip(" .")
 
     @property
     def is_subject(self) -> bool:
-        """Whether it is what the text is about, rather than what it says of it."""
+        """Tell whether the text is about this name, rather than giving it."""
         return (
             _IS_ABOUT.search(self._before) is not None
-            or _IS_OWNER.search(self._text) is not None
-            or _IS_ASKED.match(self._after) is not None
+            or self._words.owner.search(self._text) is not None
+            or self._words.asked.match(self._after) is not None
         )
 
     @property
     def is_listed(self) -> bool:
-        """Whether it stands in a list."""
+        """Tell whether it is part of a list."""
         return _LISTED_BEFORE.search(self._before) is not None or _LISTED_AFTER.match(self._after) is not None
 
 
 def final_answer(message: str) -> str:
-    """
-    The part of a message that counts as its answer.
-
-    Args:
-        message (`str`):
-            What the policy wrote.
-
-    Returns:
-        `str`: What stands on the line of the last `Answer:`, or below it if nothing stands there; or else all of it.
-    """
-    lines = list(_ANSWER_LINE.finditer(message))
-    if not lines:
+    """Return the part of a message that counts as its answer."""
+    last = None
+    for last in _ANSWER_LINE.finditer(message):  # noqa: B007 (only the last one is wanted)
+        pass
+    if last is None:
         return _unboxed(message.strip())
-    line = _unboxed(lines[-1][1])
-    return _without_marks(line) or _unboxed(message[lines[-1].end() :].strip())
+    line = _unboxed(last[1])
+    if len(line) > 2 * MAX_ANSWER:
+        return line  # no answer, whatever marks are in it
+    return _without_marks(line) or _unboxed(message[last.end() :].strip())
 
 
 def has_answer_line(message: str) -> bool:
-    """Whether a message has a line that begins with `Answer:`."""
+    """Tell whether a message has a line that begins with `Answer:`."""
     return _ANSWER_LINE.search(message) is not None
 
 
 def answer_spec(answer: Any) -> Mapping[str, Any]:
-    """
-    An expected answer with its type.
-
-    Args:
-        answer (`Any`):
-            A value, or a mapping with its `type`.
-
-    Returns:
-        `Mapping[str, Any]`: The mapping. Raises [`TaskFormatError`] if it makes no sense.
-    """
+    """Return an expected answer as a checked mapping with its `type`."""
     if isinstance(answer, Mapping):
         return _checked(cast("Mapping[str, Any]", answer))
     if isinstance(answer, bool):
@@ -338,21 +256,22 @@ def _spec_of_text(text: str) -> Mapping[str, Any]:
 
 def _checked(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = spec.get("type")
-    if not isinstance(kind, str) or kind not in _KEYS:
-        raise TaskFormatError(f"The `type` of an answer must be one of {sorted(_KEYS)}, got {kind!r}.")
-    unknown = sorted(key for key, value in spec.items() if key not in _KEYS[kind] and value is not None)
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise TaskFormatError(f"The `type` of an answer must be one of {sorted(_TYPES)}, got {kind!r}.")
+    keys = {"type", *_TYPES[kind].keys}
+    unknown = sorted(key for key, value in spec.items() if key not in keys and value is not None)
     if unknown:
-        raise TaskFormatError(f"An answer of type {kind!r} has no {unknown}; it has {sorted(_KEYS[kind])}.")
-    if not _VALID[kind](spec):
-        raise TaskFormatError(f"This is not an answer of type {kind!r}: {dict(spec)!r}. {_RULES[kind]}")
+        raise TaskFormatError(f"An answer of type {kind!r} has no {unknown}; it has {sorted(keys)}.")
+    if not _TYPES[kind].is_valid(spec):
+        raise TaskFormatError(f"This is not an answer of type {kind!r}: {dict(spec)!r}. {_TYPES[kind].rule}")
     return {key: value for key, value in spec.items() if value is not None}
 
 
-def _matches(text: str, spec: Mapping[str, Any]) -> bool:
-    return _MATCHERS[spec["type"]](text, spec)
+def _matches(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
+    return _TYPES[spec["type"]].matches(text, spec, words)
 
 
-def _matches_number(text: str, spec: Mapping[str, Any]) -> bool:
+def _matches_number(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
     numbers = _figures(numbers_in(_plain(text)))
     if not 0 < len(numbers) <= MAX_REPEATS or _HEDGE.search(text):
         return False
@@ -360,7 +279,7 @@ def _matches_number(text: str, spec: Mapping[str, Any]) -> bool:
 
 
 def _figures(numbers: Sequence[Number]) -> Sequence[Number]:
-    """Numbers without the years among them, which say when; all of them if all could be years."""
+    """Return numbers without the years among them; all of them if all could be years."""
     return [number for number in numbers if not number.is_year] or numbers
 
 
@@ -375,7 +294,7 @@ def _is_number(number: Number, spec: Mapping[str, Any]) -> bool:
 
 
 class _Unit:
-    """What a figure is given in: of a percentage, of millions, of a currency, of all or none of these."""
+    """The unit of a figure: percent, a scale such as millions, a currency, or none."""
 
     def __init__(self, unit: str) -> None:
         words = [word.lower() for word in re.findall(r"%|[^\W\d_]*[$€£¥]|[^\W\d_]+", unit)]
@@ -386,7 +305,7 @@ class _Unit:
         self.factor = next((PERCENTS[word] for word in words if word in PERCENTS), self.scale)
 
     def readings(self, number: Number) -> Iterator[float]:
-        """What a number may mean here."""
+        """Yield the values that a number may stand for in this unit."""
         if self.currency and number.currency and self.currency != number.currency:
             return
         if number.percent is not None:
@@ -400,34 +319,38 @@ class _Unit:
             yield number.value * self.factor  # in the unit that was asked for
 
 
-def _matches_date(text: str, spec: Mapping[str, Any]) -> bool:
+def _matches_date(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
     dates = dates_in(_without_marks(text))
     return not _HEDGE.search(text) and set(dates) == {date.fromisoformat(spec["value"])} and len(dates) <= MAX_REPEATS
 
 
-def _matches_name(text: str, spec: Mapping[str, Any]) -> bool:
-    names = {_name(name) for name in (spec["value"], *spec.get("aliases", ()))}
+def _matches_name(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
+    names = _names(spec, words)
     text = _without_marks(text)
-    if _name(text) in names:
+    if _name(text, words) in names:
         return True
     if _HEDGE.search(text):
         return False
-    text = _LEAD_OUT.sub("", _LEAD_IN.sub("", text))
-    return _is_named(text, names) or ((found := _with_figure(text)) is not None and _is_named(found, names))
+    text = words.lead_out.sub("", words.lead_in.sub("", text))
+    return any(_is_named(found, names, words) for found in (text, _with_figure(text)) if found is not None)
 
 
-def _is_named(text: str, names: Set[str]) -> bool:
-    if _name(text) in names:
+def _names(spec: Mapping[str, Any], words: AnswerWords) -> set[str]:
+    return {_name(name, words) for name in (spec["value"], *spec.get("aliases", ()))}
+
+
+def _is_named(text: str, names: Set[str], words: AnswerWords) -> bool:
+    if _name(text, words) in names:
         return True
     inside = re.fullmatch(r"(.+?)\s*\((.+)\)\W*", text)  # "Northwind Logistics (NWL)", "Northwind Logistics (Class B)"
     if inside is None:
         return False
-    first, second = _name(inside[1]), _name(_EXCHANGE.sub("", inside[2]))
-    return {first, second} <= names or (second.startswith("class ") and _name(f"{inside[1]} {inside[2]}") in names)
+    parts = {_name(inside[1], words), _name(words.register.sub("", inside[2]), words)}
+    return parts <= names or _name(f"{inside[1]} {inside[2]}", words) in names
 
 
 def _with_figure(text: str) -> str | None:
-    """What stands before a figure that ends a text, as in "Northwind Logistics ($2.6B)"."""
+    """Return the text before a figure at its end, as in "Northwind Logistics ($2.6B)"."""
     found = _FIGURE_OUT.match(text) if len(text) <= MAX_NAMED else None
     if found is None or len(numbers_in(found[2])) != 1:
         return None
@@ -435,45 +358,58 @@ def _with_figure(text: str) -> str | None:
     return found[1] if all(word in {*SCALES, *PERCENTS, *CURRENCIES} for word in words) else None
 
 
-def _matches_set(text: str, spec: Mapping[str, Any]) -> bool:
+def _matches_set(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
     specs = [answer_spec(value) for value in spec["values"]]
     return any(
-        is_assignable([[_matches(item, value) for value in specs] for item in dict.fromkeys(items)], len(specs))
-        for items in _segmentations(text)
+        is_assignable([[_matches(item, value, words) for value in specs] for item in dict.fromkeys(items)], len(specs))
+        for items in _segmentations(text, words)
     )
 
 
-def _matches_list(text: str, spec: Mapping[str, Any]) -> bool:
+def _matches_list(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
     specs = [answer_spec(value) for value in spec["values"]]
     return any(
-        len(items) == len(specs) and all(_matches(item, value) for item, value in zip(items, specs, strict=True))
-        for items in _segmentations(text)
+        len(items) == len(specs)
+        and all(_matches(item, value, words) for item, value in zip(items, specs, strict=True))
+        for items in _segmentations(text, words)
     )
 
 
-def _matches_boolean(text: str, spec: Mapping[str, Any]) -> bool:
-    words = _words(_LEAD_IN.sub("", text))
+def is_assignable(fits: Sequence[Sequence[bool]], num_expected: int) -> bool:
+    """Tell whether every item can be given a place of its own that it fits, with no place left empty."""
+    owners: dict[int, int] = {}
+
+    def place(item: int, tried: set[int]) -> bool:
+        for expected, is_fit in enumerate(fits[item]):
+            if is_fit and expected not in tried:
+                tried.add(expected)
+                if expected not in owners or place(owners[expected], tried):
+                    owners[expected] = item
+                    return True
+        return False
+
+    return len(fits) == num_expected and all(place(item, set()) for item in range(len(fits)))
+
+
+def _matches_boolean(text: str, spec: Mapping[str, Any], words: AnswerWords) -> bool:
+    said = _words(words.lead_in.sub("", text))
     right, wrong = (_YES, _NO) if spec["value"] else (_NO, _YES)
-    return bool(words) and words[0] in right and not wrong.intersection(words) and not re.search(r"\bor\b", text, re.I)
+    return bool(said) and said[0] in right and not wrong.intersection(said) and not re.search(r"\bor\b", text, re.I)
 
 
-def _matches_refusal(text: str, spec: Mapping[str, Any]) -> bool:
-    return is_refusal(_plain(text))
-
-
-def _segmentations(text: str) -> Iterator[list[str]]:
-    """A text as a list of items, in the ways that lists are written."""
+def _segmentations(text: str, words: AnswerWords) -> Iterator[list[str]]:
+    """Split a text into items, in the usual ways of writing lists."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         try:
             content = json.loads(text)
-        except ValueError:
-            content = None
-        if isinstance(content, list):
-            yield [item if isinstance(item, str) else json.dumps(item) for item in cast("list[Any]", content)]
+            items = [item if isinstance(item, str) else json.dumps(item) for item in cast("list[Any]", content)]
+        except (ValueError, RecursionError):
+            items = None
+        if items is not None:
+            yield items
         text = text[1:-1]
-    forms = "|".join(sorted(_LEGAL_FORMS))
-    text = re.sub(rf",\s+(?=(?:{forms})\b)", " ", text, flags=re.IGNORECASE)
+    text = words.comma_before_ending.sub(" ", text)
     comma = r"\n+|;|,(?!\d{3}(?!\d))"
     for separator in (r"\n+|;", comma, rf"{comma}(?:\s+and\b)?|\s+and\s+", rf"{comma}(?:\s+and\b)?|\s+(?:and|&)\s+"):
         items = [_ITEM_MARK.sub("", part).strip().rstrip(".") for part in re.split(separator, text)]
@@ -481,42 +417,38 @@ def _segmentations(text: str) -> Iterator[list[str]]:
 
 
 def _unboxed(text: str) -> str:
-    """A text without the boxes of LaTeX around its parts."""
+    """Remove LaTeX boxes."""
     for _ in range(3 if "\\" in text and len(text) <= 2 * MAX_ANSWER else 0):
         text = re.sub(r"\\(?:boxed|text\w*|mathrm|mathbf)\s*\{((?:[^{}]|\{,\})*)\}", r"\1", text.replace("{,}", ","))
     return text
 
 
 def _without_marks(text: str) -> str:
-    """A text without the marks of Markdown and LaTeX that may stand around it."""
+    """Remove Markdown and LaTeX marks around a text."""
     text = text.replace("\u2010", "-").replace("\u2011", "-")
-    return re.sub(r"(?<![\w*])[_*]+|[_*]+(?![\w*\s])|[*_`]+$|[`\\]", "", text.strip()).strip()
+    return re.sub(r"(?<![\w*])[_*]++|(?<![_*])[_*]++(?![\w*\s])|(?<![*_`])[*_`]++$|[`\\]", "", text.strip()).strip()
 
 
 def _plain(text: str) -> str:
-    """A text with one kind of minus, and no marks around its figures."""
+    """Normalise minus signs, and remove marks around figures."""
     text = _without_marks(text.translate({0x2212: "-", 0x2013: "-", 0x2014: ";"}))
     return re.sub(r"(?<=\d)\*\*(?!\s?10|\d)|(?<!\d)\*\*(?=\d)", "", text)
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text, without case, accents and punctuation."""
+    """Return the words of a text, without case, accents and punctuation."""
     decomposed = unicodedata.normalize("NFKD", text.replace("&", " and ").replace("'s ", "s "))
     plain = "".join(character for character in decomposed if not unicodedata.combining(character)).casefold()
     plain = re.sub(r"(?<=\b\w)\.(?=\w\b)|(?<=\b\w)\.(?!\w)", "", plain)  # S.A. is one word
     return re.findall(r"\w+", plain)
 
 
-def _name(text: str) -> str:
-    """A name by which the same ones are equal: without article and legal form."""
-    words = _words(text)
-    if len(words) > 1 and words[0] == "the":
-        words = words[1:]
-    share_class = words[-2:] if len(words) > 3 and words[-2] == "class" else []
-    words = words[: len(words) - len(share_class)]
-    while len(words) > 1 and words[-1] in _LEGAL_FORMS:
-        words = words[:-1]
-    return " ".join([*words, *share_class]) or text.strip().casefold()
+def _name(text: str, words: AnswerWords) -> str:
+    """Return a name in the form in which equal names are equal: without article and legal form."""
+    said = _words(text)
+    if len(said) > 1 and said[0] == "the":
+        said = said[1:]
+    return words.name_noise.sub("", " ".join(said)) or text.strip().casefold()
 
 
 def _is_finite(value: Any) -> bool:
@@ -546,39 +478,31 @@ def _is_list_spec(spec: Mapping[str, Any]) -> bool:
     return all(answer_spec(value)["type"] in ("number", "date", "name") for value in cast("Sequence[Any]", values))
 
 
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "number": ("type", "value", "unit", "tolerance", "absolute"),
-    "date": ("type", "value"),
-    "name": ("type", "value", "aliases"),
-    "set": ("type", "values"),
-    "list": ("type", "values"),
-    "boolean": ("type", "value"),
-    "refusal": ("type",),
-}
-_VALID: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
-    "number": _is_number_spec,
-    "date": _is_date_spec,
-    "name": _is_name_spec,
-    "set": _is_list_spec,
-    "list": _is_list_spec,
-    "boolean": lambda spec: isinstance(spec.get("value"), bool),
-    "refusal": lambda spec: True,
-}
-_RULES: Mapping[str, str] = {
-    "number": "It needs a `value`, and may have a `unit`, a `tolerance` (relative) and an `absolute` one, 0 or more.",
-    "date": 'Its `value` is such as "2024-03-05".',
-    "name": "Its `value` is a text, and so are its `aliases`.",
-    "set": "Its `values` are a list of numbers, dates and names, at least one.",
-    "list": "Its `values` are a list of numbers, dates and names, at least one.",
-    "boolean": "Its `value` is true or false.",
-    "refusal": "",
-}
-_MATCHERS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "number": _matches_number,
-    "date": _matches_date,
-    "name": _matches_name,
-    "set": _matches_set,
-    "list": _matches_list,
-    "boolean": _matches_boolean,
-    "refusal": _matches_refusal,
+class _Type(NamedTuple):
+    """A type of answer: its keys beside `type`, the check of a spec with its rule, and the comparison."""
+
+    keys: tuple[str, ...]
+    is_valid: Callable[[Mapping[str, Any]], bool]
+    rule: str
+    matches: Callable[[str, Mapping[str, Any], AnswerWords], bool]
+
+
+_LIST_RULE = "Its `values` are a list of numbers, dates and names, at least one."
+_TYPES: Mapping[str, _Type] = {
+    "number": _Type(
+        ("value", "unit", "tolerance", "absolute"),
+        _is_number_spec,
+        "It needs a `value`, and may have a `unit`, a `tolerance` (relative) and an `absolute` one, 0 or more.",
+        _matches_number,
+    ),
+    "date": _Type(("value",), _is_date_spec, 'Its `value` is such as "2024-03-05".', _matches_date),
+    "name": _Type(
+        ("value", "aliases"), _is_name_spec, "Its `value` is a text, and so are its `aliases`.", _matches_name
+    ),
+    "set": _Type(("values",), _is_list_spec, _LIST_RULE, _matches_set),
+    "list": _Type(("values",), _is_list_spec, _LIST_RULE, _matches_list),
+    "boolean": _Type(
+        ("value",), lambda spec: isinstance(spec.get("value"), bool), "Its `value` is true or false.", _matches_boolean
+    ),
+    "refusal": _Type((), lambda spec: True, "", lambda text, spec, words: words.is_refusal(_plain(text))),
 }

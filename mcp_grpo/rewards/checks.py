@@ -1,4 +1,4 @@
-"""Rewards that cannot be computed, found before anything was attempted."""
+"""Find rewards that cannot be computed, before anything is attempted."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,9 @@ from mcp_grpo.errors import CatalogError, SettingsError, TaskFormatError
 from mcp_grpo.rewards.judge import Judge
 from mcp_grpo.rewards.rubric import Rubric
 from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.tasks.rows import few
 from mcp_grpo.tools import Catalog
+from mcp_grpo.tools.setup import setup_problems, state_calls
 from mcp_grpo.types import Segment, StopReason, Task, Trajectory
 
 
@@ -24,28 +26,17 @@ _MAX_PROBLEMS = 50  # in one message
 
 
 def check_tasks(
-    tasks: Sequence[Task], reward_funcs: Any, catalog: Catalog, state_servers: Collection[str] = ()
+    tasks: Sequence[Task],
+    reward_funcs: Any,
+    catalog: Catalog,
+    state_servers: Collection[str] = (),
+    setup_servers: Collection[str] = (),
 ) -> None:
-    """
-    Refuse tasks that name what does not exist, or that cannot be rewarded; all of them at once.
-
-    Args:
-        tasks (`Sequence[Task]`):
-            The tasks.
-        reward_funcs (`Callable` or `list[Callable]`):
-            The reward functions, as [`MCPGRPOTrainer`] takes them.
-        catalog ([`Catalog`]):
-            The tools of the servers.
-        state_servers (`Collection[str]`, *optional*):
-            Servers that say what a trajectory has left behind.
-
-    Raises:
-        [`CatalogError`]: If a task names a server or a tool that does not exist.
-        [`TaskFormatError`]: If one of our reward functions cannot be computed for a task.
-    """
+    """Refuse tasks that name what does not exist, or that cannot be set up or rewarded; all of them at once."""
     mismatches = catalog.mismatches(tasks)
     unrewarded = reward_problems(tasks, reward_funcs, catalog, state_servers)
-    told = [catalog.told(mismatches)] if mismatches else []
+    told = [catalog.describe(mismatches)] if mismatches else []
+    told += setup_problems(tasks, setup_servers)
     if unrewarded:
         told.append(reward_message(unrewarded))
     if told:
@@ -53,18 +44,7 @@ def check_tasks(
 
 
 def rewardable_tasks(reward_funcs: Any, *datasets: Any) -> list[Task]:
-    """
-    Read the tasks of datasets, and refuse reward functions that cannot be called with their columns.
-
-    Args:
-        reward_funcs (`Callable` or `list[Callable]`):
-            The reward functions.
-        datasets ([`~datasets.Dataset`] or `Mapping[str, Dataset]`, *optional*):
-            The datasets. Streams are left out: their rows are not known yet.
-
-    Returns:
-        `list[Task]`: The tasks. Raises [`TaskFormatError`] if a row is none, and [`SettingsError`] for the functions.
-    """
+    """Read the tasks of datasets, and refuse reward functions that cannot be called with their columns."""
     listed = [rows for one in datasets for rows in (one.values() if isinstance(one, Mapping) else [one])]
     seen = [rows for rows in listed if isinstance(rows, Dataset)]
     tasks = [task for rows in seen for task in tasks_from_rows(rows)]
@@ -76,32 +56,20 @@ def reward_problems(
     tasks: Iterable[Task], reward_funcs: Any, catalog: Catalog | None = None, state_servers: Collection[str] = ()
 ) -> list[str]:
     """
-    Compute the rewards of a trajectory that did nothing and says so, for every task.
+    Compute the rewards of an idle trajectory for every task, and return what went wrong.
 
-    Only functions of this library are called, and none that asks a model ([`Judge`]): others may need a trajectory that was
-    really made, or cost something.
-
-    Args:
-        tasks (`Iterable[Task]`):
-            The tasks.
-        reward_funcs (`Callable` or `list[Callable]`):
-            The reward functions.
-        catalog ([`Catalog`], *optional*):
-            The tools of the servers, to know which of them a task uses. If `None`, any may be used.
-        state_servers (`Collection[str]`, *optional*):
-            Servers that say what a trajectory has left behind.
-
-    Returns:
-        `list[str]`: One clause for each problem, with the number of tasks that have it and the first of them.
+    Only functions of this library are called, and none that asks a model ([`Judge`]): others may need a real trajectory,
+    or cost something.
     """
     functions = [function for given in _listed(reward_funcs) for function in _own(given)]
     first: dict[tuple[str, str], str] = {}
     tasks_of: dict[tuple[str, str], list[str]] = {}
     states: dict[Any, dict[str, Any]] = {}  # the same for all tasks that name the same tools
     for task in tasks if functions else ():
-        named = task.servers, task.tools
+        asked = {*state_servers, *state_calls(task)}
+        named = task.servers, task.tools, frozenset(asked)
         if named not in states:
-            states[named] = _states(task, catalog, state_servers)
+            states[named] = _states(task, catalog, asked)
         attempt = _idle_attempt(task, states[named])
         for function in functions:
             try:
@@ -115,34 +83,14 @@ def reward_problems(
 
 
 def reward_message(problems: Sequence[str]) -> str:
-    """
-    Tell of rewards that cannot be computed in one message.
-
-    Args:
-        problems (`Sequence[str]`):
-            What [`reward_problems`] has found.
-
-    Returns:
-        `str`: A line for each.
-    """
+    """Join problems with rewards into one message."""
     lines = "".join(f"\n  - {problem}" for problem in problems[:_MAX_PROBLEMS])
     more = f"\n  and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
     return f"The rewards of these tasks cannot be computed:{lines}{more}"
 
 
 def check_calls(reward_funcs: Any, *datasets: Iterable[str]) -> None:
-    """
-    Refuse reward functions that cannot be called with what they will be given.
-
-    Args:
-        reward_funcs (`Callable` or `list[Callable]`):
-            The reward functions. None of them is called.
-        datasets (`Iterable[str]`):
-            The columns of each dataset.
-
-    Raises:
-        [`SettingsError`]: If there is one; the message has all of them.
-    """
+    """Refuse reward functions that cannot be called with what they will be given."""
     told = [
         f"The reward function `{reward_name(function)}` cannot be called: {error}. It is given {', '.join(given)}. Take what it "
         "does not use as `**kwargs`, and give the tasks the columns that it needs."
@@ -156,14 +104,7 @@ def check_calls(reward_funcs: Any, *datasets: Iterable[str]) -> None:
 
 def is_computed_early(reward_func: Any) -> bool:
     """
-    Say whether a reward function is of this library throughout, so that [`reward_problems`] computes all of it.
-
-    Args:
-        reward_func (`Callable`):
-            The reward function.
-
-    Returns:
-        `bool`: Whether it is.
+    Tell whether a reward function consists of this library's only, so that [`reward_problems`] computes all of it.
     """
     if isinstance(reward_func, Rubric):
         return all(map(is_computed_early, reward_func.parts.values()))
@@ -171,16 +112,7 @@ def is_computed_early(reward_func: Any) -> bool:
 
 
 def reward_name(reward_func: Any) -> str:
-    """
-    Name a reward function in a message.
-
-    Args:
-        reward_func (`Callable`):
-            The reward function.
-
-    Returns:
-        `str`: Its name.
-    """
+    """Name a reward function in a message."""
     if isinstance(reward_func, partial):
         return reward_name(reward_func.func)
     return (
@@ -195,13 +127,13 @@ def _listed(reward_funcs: Any) -> list[Any]:
 
 
 def _own(function: Any) -> Iterator[Callable[..., list[Any]]]:
-    """The functions of this library that a reward function is made of, and that ask nobody."""
+    """Yield the functions of this library in a reward function that ask no model."""
     if isinstance(function, Rubric):
         for part in function.parts.values():
             yield from _own(part)
         return
     home = function.func if isinstance(function, partial) else function
-    if isinstance(home, Judge) or not getattr(home, "__module__", "").startswith(f"{__package__}."):
+    if isinstance(home, Judge) or not getattr(home, "__module__", "").startswith("mcp_grpo."):
         return
     outcome = getattr(home, "outcome", None)  # that `efficiency` asks first
     if outcome is None or is_computed_early(outcome):
@@ -209,7 +141,7 @@ def _own(function: Any) -> Iterator[Callable[..., list[Any]]]:
 
 
 def _states(task: Task, catalog: Catalog | None, state_servers: Collection[str]) -> dict[str, Any]:
-    """Empty states of the servers that a trajectory of the task is asked about."""
+    """Return empty states of the servers that a trajectory of the task is asked about."""
     used: Collection[str] = state_servers
     if catalog is not None and not catalog.mismatches([task]):  # which are told by themselves
         used = {tool.server for tool in catalog.tools_for(task)}
@@ -244,5 +176,4 @@ def _misfit(function: Any, given: Sequence[str]) -> str | None:
 
 def _together(tasks: Sequence[str]) -> str:
     number = "1 task" if len(tasks) == 1 else f"{len(tasks)} tasks"
-    more = f" and {len(tasks) - _MAX_TASKS} more" if len(tasks) > _MAX_TASKS else ""
-    return f"{number} ({', '.join(tasks[:_MAX_TASKS])}{more})"
+    return f"{number} ({few(tasks, _MAX_TASKS)})"

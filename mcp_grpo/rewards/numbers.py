@@ -1,4 +1,4 @@
-"""Numbers and dates as people write them."""
+"""Parse numbers and dates as people write them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ CURRENCIES: Mapping[str, str] = {
 
 
 def _any_of(words: Mapping[str, object], end: str = r"(?!\w)") -> str:
-    """A pattern for one of these, the longest first; words end where they end."""
+    """Return a pattern for any of these words, the longest first."""
     ranked = sorted(words, key=len, reverse=True)
     return "|".join(re.escape(word) + (end if word[-1].isalpha() else "") for word in ranked)
 
@@ -95,25 +95,7 @@ _DATE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """
-    A number in a text.
-
-    Args:
-        value (`float`):
-            Its digits, without what follows them.
-        scale (`float`, *optional*, defaults to `1.0`):
-            What "million" and the like multiply it by.
-        percent (`float`, *optional*):
-            What "%" and the like multiply it by; `None` if there is none.
-        currency (`str`, *optional*):
-            Code of its currency, such as `"USD"`.
-        is_year (`bool`, *optional*, defaults to `False`):
-            Whether it could be a year: four digits and nothing else.
-        is_count (`bool`, *optional*, defaults to `False`):
-            Whether it counts days, results and the like.
-        is_fall (`bool`, *optional*, defaults to `False`):
-            Whether words make it a loss or a fall, as in "a net loss of 5"; its value is then negative.
-    """
+    """A number in a text."""
 
     value: float
     scale: float = 1.0
@@ -126,51 +108,26 @@ class Number:
 
 def numbers_in(text: str) -> list[Number]:
     """
-    The numbers in a text, those of dates left out.
+    Find the numbers in a text, except those of dates.
 
-    Separators are those of English: `1,234.5`. A figure that is part of a word, as in `Q3` and `FY2024`, is no number.
-
-    Args:
-        text (`str`):
-            The text.
-
-    Returns:
-        `list[Number]`: In the order of the text.
+    Separators are those of English: `1,234.5`. Digits inside a word, as in `Q3` and `FY2024`, are no number.
     """
     text = _signed(_DATE.sub(" ", text))
     return [_number(match) for match in _NUMBER.finditer(text)]
 
 
 def dates_in(text: str) -> list[date | None]:
-    """
-    The dates in a text.
-
-    Args:
-        text (`str`):
-            The text.
-
-    Returns:
-        `list[date | None]`: In the order of the text; `None` for one that could be two (`03/05/2024`) or does not exist.
-    """
+    """Find the dates in a text; `None` stands for one that does not exist or is ambiguous."""
     return list(_dates(text))
 
 
 def asks_for_fall(question: str) -> bool:
-    """
-    Whether a question takes for granted that something was lost or fell, as "By how much did it fall?" does.
-
-    Args:
-        question (`str`):
-            The question.
-
-    Returns:
-        `bool`: Whether it does. "Did it rise or fall?" does not.
-    """
+    """Tell whether a question presupposes a loss or fall, as "By how much did it fall?" does."""
     return _FALLS.search(question) is not None and _RISES.search(question) is None
 
 
 def _signed(text: str) -> str:
-    """A text in which what is below zero has its minus right before it, and no other dash looks like one."""
+    """Put the minus right before every negative figure, and make other dashes look different."""
     text = _IN_BRACKETS.sub(lambda found: f"{found['opens']}-{found['before'] or ''}{found['figure']} ", text)
     text = _MINUS.sub(lambda found: f"{found['opens']}-", text)
     return _DASH.sub(" ; ", text)
@@ -190,9 +147,12 @@ def _number(match: re.Match[str]) -> Number:
         value=-value if is_negative or is_fall else value,
         scale=SCALES.get((part["scale"] or "").lower(), 1.0),
         percent=PERCENTS.get((part["percent"] or "").lower()),
-        currency=None if currency is None else CURRENCIES[currency.lower()],
+        currency=None if currency is None else CURRENCIES.get(currency.casefold()),
         is_year=is_bare and re.fullmatch(r"(?:19|20)\d\d", part["digits"]) is not None,
-        is_count=is_bare and value == int(value) < 1000 and _COUNTED.match(match.string, match.end()) is not None,
+        is_count=is_bare
+        and value < 1000
+        and value == int(value)
+        and _COUNTED.match(match.string, match.end()) is not None,
         is_fall=is_fall,
     )
 
@@ -215,7 +175,7 @@ def _dates(text: str) -> Iterator[date | None]:
         elif part["month"] is not None:
             month, day = int(part["month"]), int(part["day"])
         else:
-            month = _MONTHS.index((part["month3"] or part["month4"])[:3].lower()) + 1
+            month = _MONTHS.index((part["month3"] or part["month4"])[:3].casefold()) + 1
             day = int(part["day3"] or part["day4"])
         try:
             yield date(year, month, day)
@@ -224,7 +184,7 @@ def _dates(text: str) -> Iterator[date | None]:
 
 
 def _in_order(first: int, second: int) -> tuple[int, int]:
-    """Month and day; a month of 0, which does not exist, if it could be either."""
+    """Return month and day, or 0 for both if the order is ambiguous."""
     if first > 12 or first == second:
         return second, first
     return (first, second) if second > 12 else (0, 0)

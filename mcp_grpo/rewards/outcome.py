@@ -1,4 +1,4 @@
-"""Rewards that look at how a trajectory ended, and at what the policy did wrong on the way."""
+"""Rewards for the final answer, and penalties for faulty calls."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from mcp_grpo.types import Trajectory
 
 def exact_answer(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
-    1 if the final message is the task's `answer`, 0 otherwise; letter case and spaces around it do not matter.
+    Pay 1 if the final message is the task's `answer`, ignoring case and outer spaces, and 0 otherwise.
 
     Args:
         trajectory (`list[Trajectory]`):
             The trajectories.
         kwargs (`Any`):
-            What else the trainer passes to reward functions; not used.
+            Other arguments that the trainer passes to reward functions; not used.
 
     Returns:
         `list[float]`: One reward per trajectory.
@@ -23,16 +23,7 @@ def exact_answer(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
 
 
 def is_answered(trajectory: Trajectory) -> bool:
-    """
-    Whether the final message is the task's `answer`, up to letter case and spaces around it.
-
-    Args:
-        trajectory (`Trajectory`):
-            A finished trajectory.
-
-    Returns:
-        `bool`: Whether it is.
-    """
+    """Tell whether the final message is the task's `answer`, ignoring case and outer spaces."""
     if trajectory.task.answer is None:
         raise TaskFormatError(
             f"Task {trajectory.task.task_id!r} has no `answer` to compare with. Give every task one, or use a reward "
@@ -44,17 +35,17 @@ def is_answered(trajectory: Trajectory) -> bool:
 
 def fault_penalty(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
-    -0.1 for every call that could not be made (unreadable, of no tool there is, with invalid arguments), at most -0.3.
+    Charge 0.1 for every call that could not be made (unreadable, unknown tool, invalid arguments), at most 0.3.
 
-    The limit keeps it below an outcome of 1, so that no failed trajectory beats a solved one. A tool that answers with
-    an error costs nothing: whether that was a mistake, the outcome decides. A trajectory that did not come to an answer
-    ([`Trajectory.answer`]) costs the limit: writing until there is no more room is no way around faults.
+    The limit keeps it below an outcome of 1, so that no failed trajectory beats a solved one. An error that a tool answers
+    with costs nothing: the outcome decides whether it was a mistake. A trajectory without a final answer
+    ([`Trajectory.answer`]) is charged the limit, so that rambling on does not avoid penalties.
 
     Args:
         trajectory (`list[Trajectory]`):
             The trajectories.
         kwargs (`Any`):
-            What else the trainer passes to reward functions; not used.
+            Other arguments that the trainer passes to reward functions; not used.
 
     Returns:
         `list[float]`: One reward per trajectory.

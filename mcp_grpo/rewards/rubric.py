@@ -1,4 +1,4 @@
-"""Several rewards as one, each still logged on its own."""
+"""Combine several rewards into one, each still logged on its own."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,17 @@ class Rubric:
     """
     A reward function that weighs others, its parts.
 
-    The mean of each part is logged as `rewards/<part>/mean`, before it is weighed and after its gate, and each is a column
-    of the table of completions. A trajectory that a part gives nothing to (`None`) gets nothing at all: rewards with and
-    without that part could not be compared.
+    The mean of each part is logged as `rewards/<part>/mean`, after its gate and before its weight, and each part is a column
+    of the table of completions. A trajectory with `None` from any part gets `None`: rewards with and without that part could
+    not be compared.
 
     Args:
         parts (`Mapping[str, Callable]`):
-            Reward functions by the names that they are logged under.
+            Reward functions by the name they are logged under.
         weights (`Mapping[str, float]`, *optional*):
-            Weights of parts; 1 for those that are not named.
+            Weights of parts; 1 by default.
         gates (`Mapping[str, str]`, *optional*):
-            Parts that are paid only where another is right (1 or more), and the name of that other. What such a part takes
-            away is taken in any case.
+            Parts that are paid only where another part is right (1 or more), by name. Penalties are charged in any case.
 
     Example:
 
@@ -54,18 +53,7 @@ class Rubric:
         self.weights = {name: float(given.get(name, 1.0)) for name in self.parts}
 
     def __call__(self, trajectory: list[Trajectory], **kwargs: Any) -> list[Any]:
-        """
-        The weighted sum of the parts.
-
-        Args:
-            trajectory (`list[Trajectory]`):
-                The trajectories.
-            kwargs (`Any`):
-                What else the trainer passes to reward functions; the parts get it, too.
-
-        Returns:
-            `list`: For each trajectory a reward, a list with one for each turn if a part gives such a list, or `None`.
-        """
+        """Return the weighted sum of the parts."""
         rewards = self.rewards(trajectory, **kwargs)
         self._log(rewards, trajectory, kwargs)
         return [
@@ -74,18 +62,7 @@ class Rubric:
         ]
 
     def rewards(self, trajectory: list[Trajectory], **kwargs: Any) -> dict[str, list[Any]]:
-        """
-        What each part gives, after its gate and before it is weighed.
-
-        Args:
-            trajectory (`list[Trajectory]`):
-                The trajectories.
-            kwargs (`Any`):
-                What else the trainer passes to reward functions.
-
-        Returns:
-            `dict[str, list]`: For each part, what it gives to each trajectory.
-        """
+        """Return what each part gives, after its gate and before its weight."""
         given = {name: list(part(trajectory=trajectory, **kwargs)) for name, part in self.parts.items()}
         for name, rewards in given.items():
             if len(rewards) != len(trajectory):

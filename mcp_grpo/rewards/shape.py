@@ -1,4 +1,4 @@
-"""Rewards for how a trajectory got there: the form of its final message, its calls, and what went wrong on the way."""
+"""Rewards for form and economy: the final message's format, the number of calls, and failed calls."""
 
 import math
 import re
@@ -12,22 +12,24 @@ from mcp_grpo.types import ResultKind, Task, Trajectory
 
 RewardFunction = Callable[..., list[Any]]
 
+MAX_CALL_PENALTY = 0.3  # below an outcome of 1
+
 
 def format_reward(
     pattern: str | None = None, *, answer_line: bool = True, max_length: int | None = None
 ) -> RewardFunction:
     """
-    Makes a reward of 1 for a final message in the required form, and 0 otherwise.
+    Make a reward of 1 for a final message in the required form, and 0 otherwise.
 
-    By itself it pays for form without content: let a [`Rubric`] pay it only where the outcome is right.
+    On its own it pays for form without content: gate it by the outcome in a [`Rubric`].
 
     Args:
         pattern (`str`, *optional*):
-            Regular expression that the message must hold.
+            Regular expression that must match somewhere in the message.
         answer_line (`bool`, *optional*, defaults to `True`):
             Whether a line must begin with `Answer:`.
         max_length (`int`, *optional*):
-            Characters that the message may have.
+            Maximum length of the message in characters.
 
     Returns:
         `Callable`: The reward function.
@@ -55,20 +57,20 @@ def efficiency(
     unit: Literal["calls", "turns"] = "calls",
 ) -> RewardFunction:
     """
-    Makes a reward for needing no more calls than necessary: 1 up to the budget, then the budget's share of what was used.
+    Make a reward for few calls: 1 up to the budget, then the budget divided by what was used.
 
-    It is paid only where the outcome is right, and less than the budget is worth no more than the budget: neither giving
-    up early nor guessing pays.
+    It is paid only where the outcome is right, and using less than the budget is not paid more: neither giving up early nor
+    guessing pays.
 
     Args:
         outcome (`Callable`):
             Reward function of the outcome. Right is 1 or more.
         budget (`int`, *optional*):
-            What is enough. By default it is the task's own.
+            Sufficient number. By default the task's own.
         column (`str`, *optional*, defaults to `"reference_calls"`):
             Column of the dataset with the budget of each task.
         unit (`str`, *optional*, defaults to `"calls"`):
-            What is counted: `"calls"` or `"turns"`.
+            `"calls"` or `"turns"`.
 
     Returns:
         `Callable`: The reward function.
@@ -88,34 +90,39 @@ def efficiency(
         return enough / max(enough, used)
 
     def efficiency_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
-        rewards = outcome(trajectory=trajectory, **_silent(kwargs))
+        rewards = outcome(trajectory=trajectory, **without_logging(kwargs))
         return [share(attempt, reward) for attempt, reward in zip(trajectory, rewards, strict=True)]
 
     efficiency_reward.__name__ = "efficiency"
-    efficiency_reward.__dict__["outcome"] = outcome  # for `checks`, which calls no function of others
+    efficiency_reward.__dict__["outcome"] = outcome  # for `checks`, which calls only functions of this library
     return efficiency_reward
 
 
-def call_penalty(*, fault: float = 0.1, tool_error: float = 0.0, cap: float = 0.3) -> RewardFunction:
+def call_penalty(
+    *, fault: float = 0.1, tool_error: float = 0.0, no_call: float = 0.0, cap: float = MAX_CALL_PENALTY
+) -> RewardFunction:
     """
-    Makes a penalty for calls that went wrong, given to the turns that made them.
+    Make a penalty for failed calls, charged to the turns that made them.
 
-    The cap keeps it below an outcome of 1, so that no failed trajectory beats a solved one. It never pays anything, so
-    that there is nothing to collect by making calls. A trajectory that did not come to an answer ([`Trajectory.answer`])
-    costs the cap, and its last turn pays what is left of it: writing until there is no more room is no way around faults.
+    The cap keeps it below an outcome of 1, so that no failed trajectory beats a solved one. It never pays, so that nothing
+    is gained by making calls. A trajectory without a final answer ([`Trajectory.answer`]) is charged the cap, the rest of it
+    on its last turn, so that rambling on does not avoid penalties.
 
     Args:
         fault (`float`, *optional*, defaults to `0.1`):
-            What a call costs that could not be made: unreadable, of no tool there is, with invalid arguments.
+            Cost of a call that could not be made: unreadable, unknown tool, invalid arguments.
         tool_error (`float`, *optional*, defaults to `0.0`):
-            What a call costs that the tool answered with an error. Whether that was a mistake, the outcome decides.
+            Cost of a call that the tool answered with an error. By default the outcome decides whether it was a mistake.
+        no_call (`float`, *optional*, defaults to `0.0`):
+            Cost of an answer without any call. Where no task can be solved without tools, make it the cap: otherwise a policy
+            whose calls fail learns to make none.
         cap (`float`, *optional*, defaults to `0.3`):
-            What all of them may cost in one trajectory.
+            Maximum cost per trajectory.
 
     Returns:
         `Callable`: The reward function. It returns a list for each trajectory, with one penalty for each turn.
     """
-    for name, value in (("fault", fault), ("tool_error", tool_error), ("cap", cap)):
+    for name, value in (("fault", fault), ("tool_error", tool_error), ("no_call", no_call), ("cap", cap)):
         if not 0 <= value < 1:
             raise SettingsError(f"`{name}` must be in [0, 1), got {value!r}: an outcome is worth 1.")
 
@@ -130,6 +137,8 @@ def call_penalty(*, fault: float = 0.1, tool_error: float = 0.0, cap: float = 0.
             left -= paid
         if attempt.answer is None:
             turns[-1] -= left
+        elif not attempt.exchanges:
+            turns[-1] -= min(left, no_call)
         return turns
 
     def call_penalty_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:
@@ -140,12 +149,12 @@ def call_penalty(*, fault: float = 0.1, tool_error: float = 0.0, cap: float = 0.
 
 
 def total(reward: Any) -> float:
-    """What a reward comes to: a number, or the sum of those of its turns."""
+    """Return a reward as one number: itself, or the sum over its turns."""
     return math.fsum(reward) if isinstance(reward, list | tuple) else float(reward)
 
 
-def _silent(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What to pass on to a function that is asked once more: what it logs has been logged."""
+def without_logging(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a function that is called once more, without what would log again."""
     return {key: value for key, value in kwargs.items() if key not in ("log_metric", "log_extra")}
 
 

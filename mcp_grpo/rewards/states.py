@@ -1,30 +1,32 @@
-"""Whether a trajectory has left its servers in the expected state."""
+"""Compare the state in which a trajectory left its servers with the expected one."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
-from mcp_grpo.rewards.answers import answer_spec, gives_only, matches_answer, mentions_answer
-from mcp_grpo.rewards.assignment import is_assignable
+from mcp_grpo.rewards.answers import answer_spec, gives_only, is_assignable, matches_answer, mentions_answer
+from mcp_grpo.rewards.words import GENERAL, AnswerWords
 from mcp_grpo.types import Task, Trajectory
 
 
 COLUMN = "expected_state"
+MAX_BITS = 4096  # of an integer that is read as an answer
 
 
 def state_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
-    1 if a trajectory has left behind what the task's column `expected_state` says, and nothing else; 0 otherwise.
+    Pay 1 if a trajectory left behind what the task's `expected_state` says and nothing else, and 0 otherwise.
 
-    One that did not come to an answer of its own, because it ran out of tokens or turns, has done nothing. The column maps names of servers to what their `state_tool` is to say; see [`matches_state`]. What it names at the top
-    of a server's state must match; what it does not name there must be empty, so that one post too many costs all.
+    The column maps names of servers to the expected result of their `state_tool`; see [`matches_state`]. Keys that it
+    names at the top of a server's state must match; other keys must be empty, so that one post too many costs all. A
+    trajectory without a final answer, because it ran out of tokens or turns, is paid nothing.
 
     Args:
         trajectory (`list[Trajectory]`):
             The trajectories.
         kwargs (`Any`):
-            What else the trainer passes to reward functions; not used.
+            Other arguments that the trainer passes to reward functions; not used.
 
     Returns:
         `list[float]`: One reward per trajectory.
@@ -52,37 +54,28 @@ def state_match(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     return [float(is_as_expected(attempt)) for attempt in trajectory]
 
 
-def is_as_expected(trajectory: Trajectory) -> bool:
-    """
-    Whether a trajectory has left behind what its task expects; see [`state_match`].
-
-    Args:
-        trajectory ([`Trajectory`]):
-            A finished trajectory.
-
-    Returns:
-        `bool`: Whether it has.
-    """
+def is_as_expected(trajectory: Trajectory, *, words: AnswerWords = GENERAL) -> bool:
+    """Tell whether a trajectory left behind what its task expects; see [`state_match`]."""
     expected = _expected(trajectory.task)
     if trajectory.answer is None or not trajectory.is_learnt_from:
         return False
     for server, state in expected.items():
         if server not in trajectory.states:
             raise TaskFormatError(
-                f"`{COLUMN}` of task {trajectory.task.task_id!r} names the server {server!r}, whose state is not known: those of "
-                f"{sorted(trajectory.states)} are. Set its `state_tool`, and let the task use it."
+                f"`{COLUMN}` of task {trajectory.task.task_id!r} names the server {server!r}, whose state is unknown; known are those of "
+                f"{sorted(trajectory.states)}. Set its `state_tool`, and let the task use it."
             )
         try:
-            if not _is_left_so(trajectory.states[server], state):
+            if not _is_left_so(trajectory.states[server], state, words):
                 return False
         except TaskFormatError as error:
             raise TaskFormatError(f"`{COLUMN}` of task {trajectory.task.task_id!r}: {error}") from error
     return True
 
 
-def matches_state(got: Any, expected: Any) -> bool:
+def matches_state(got: Any, expected: Any, *, words: AnswerWords = GENERAL) -> bool:
     """
-    Whether a value of JSON is as expected.
+    Tell whether a JSON value is as expected.
 
     | `expected` | matches |
     |---|---|
@@ -99,29 +92,36 @@ def matches_state(got: Any, expected: Any) -> bool:
 
     Args:
         got (`Any`):
-            What there is.
+            The value.
         expected (`Any`):
-            What is expected. Raises [`TaskFormatError`] if it makes no sense.
+            The expectation. Raises [`TaskFormatError`] if it is malformed.
+        words ([`AnswerWords`], *optional*):
+            Words of the field that answers are from.
 
     Returns:
         `bool`: Whether it is.
     """
     if isinstance(expected, Mapping):
-        return _matches_mapping(got, cast("Mapping[str, Any]", expected))
+        return _matches_mapping(got, cast("Mapping[str, Any]", expected), words)
     if isinstance(expected, list | tuple):
-        return _in_order(got, cast("Sequence[Any]", expected))
+        values, items = cast("Sequence[Any]", expected), _items(got)
+        return (
+            isinstance(got, list)
+            and len(items) == len(values)
+            and all(matches_state(item, value, words=words) for item, value in zip(items, values, strict=True))
+        )
     if isinstance(expected, str):
         return isinstance(got, str) and got.strip() == expected.strip()
     if isinstance(got, bool) or isinstance(expected, bool) or not isinstance(got, int | float):
         return got is expected
-    return isinstance(expected, int | float) and math.isclose(got, expected, rel_tol=1e-12)
+    return isinstance(expected, int | float) and _is_close(got, expected)
 
 
 def _expected(task: Task) -> dict[str, Any]:
     expected = task.metadata.get(COLUMN)
     if expected and not isinstance(expected, Mapping):
         raise TaskFormatError(
-            f"`{COLUMN}` of task {task.task_id!r} must be an object with what each server is to say, got {expected!r}."
+            f"`{COLUMN}` of task {task.task_id!r} must be an object with the expected state of each server, got {expected!r}."
         )
     # A dataset gives every row the keys of all, and `None` to those it did not have.
     servers = {k: v for k, v in cast("Mapping[str, Any]", expected).items() if v is not None} if expected else {}
@@ -139,7 +139,7 @@ def _expected(task: Task) -> dict[str, Any]:
 
 
 def _check_form(expected: Any) -> None:
-    """Refuse what makes no sense wherever it stands, also where what was got would never come to it."""
+    """Refuse a malformed expectation, even where the comparison would never reach it."""
     inner: Iterable[Any] = ()
     if isinstance(expected, Mapping):
         mapping = cast("Mapping[str, Any]", expected)
@@ -151,7 +151,7 @@ def _check_form(expected: Any) -> None:
 
 
 def _checked_inner(operator: str | None, expected: Mapping[str, Any]) -> Iterable[Any]:
-    """Expectations within one that is itself right."""
+    """Check one expectation, and return those inside it."""
     _check_alone(operator, expected)
     if operator is None:
         return expected.values()
@@ -166,13 +166,13 @@ def _checked_inner(operator: str | None, expected: Mapping[str, Any]) -> Iterabl
     return ()
 
 
-def _is_left_so(got: Any, expected: Any) -> bool:
+def _is_left_so(got: Any, expected: Any, words: AnswerWords) -> bool:
     is_plain = isinstance(expected, Mapping) and not _operator(cast("Mapping[str, Any]", expected))
     if is_plain and isinstance(got, Mapping):
         others = {key: value for key, value in cast("Mapping[str, Any]", got).items() if key not in expected}
         if any(others.values()):
             return False
-    return matches_state(got, expected)
+    return matches_state(got, expected, words=words)
 
 
 def _operator(expected: Mapping[str, Any]) -> str | None:
@@ -187,52 +187,48 @@ def _check_alone(operator: str | None, expected: Mapping[str, Any]) -> None:
         )
 
 
-def _matches_mapping(got: Any, expected: Mapping[str, Any]) -> bool:
+def _matches_mapping(got: Any, expected: Mapping[str, Any], words: AnswerWords) -> bool:
     operator = _operator(expected)
     if operator == "type":
         answer_spec(expected)
-        return isinstance(got, str | int | float) and matches_answer(_as_text(got), expected)
+        return isinstance(got, str | int | float) and matches_answer(_as_text(got), expected, words=words)
     if operator is not None:
         _check_alone(operator, expected)
-        return _OPERATORS[operator](got, expected[operator])
+        return _OPERATORS[operator](got, expected[operator], words)
     if not isinstance(got, Mapping):
         return False
     there = cast("Mapping[str, Any]", got)
-    return all(key in there and matches_state(there[key], value) for key, value in expected.items())
+    return all(key in there and matches_state(there[key], value, words=words) for key, value in expected.items())
 
 
-def _in_order(got: Any, expected: Sequence[Any]) -> bool:
-    if not isinstance(got, list) or len(cast("list[Any]", got)) != len(expected):
-        return False
-    return all(matches_state(item, value) for item, value in zip(cast("list[Any]", got), expected, strict=True))
-
-
-def _in_any_order(got: Any, expected: Any) -> bool:
+def _in_any_order(got: Any, expected: Any, words: AnswerWords) -> bool:
     values = _values("any_order", expected)
-    if not isinstance(got, list):
-        return False
-    items = cast("list[Any]", got)
-    return is_assignable([[matches_state(item, value) for value in values] for item in items], len(values))
+    fits = [[matches_state(item, value, words=words) for value in values] for item in _items(got)]
+    return isinstance(got, list) and is_assignable(fits, len(values))
 
 
-def _contains(got: Any, expected: Any) -> bool:
+def _contains(got: Any, expected: Any, words: AnswerWords) -> bool:
     pieces = _pieces("contains", expected)
-    return isinstance(got, str) and all(_has(got, piece) for piece in pieces)
+    return isinstance(got, str) and all(_has(got, piece, words) for piece in pieces)
 
 
-def _has(text: str, piece: Any) -> bool:
+def _has(text: str, piece: Any, words: AnswerWords) -> bool:
     if isinstance(piece, str):
         return " ".join(piece.split()).casefold() in " ".join(text.split()).casefold()
-    return mentions_answer(text, piece)
+    return mentions_answer(text, piece, words)
 
 
-def _only(got: Any, expected: Any) -> bool:
+def _only(got: Any, expected: Any, words: AnswerWords) -> bool:
     pieces = _pieces("only", expected)
-    return isinstance(got, str) and gives_only(got, pieces)
+    return isinstance(got, str) and gives_only(got, pieces, words)
 
 
-def _one_of(got: Any, expected: Any) -> bool:
-    return any(matches_state(got, value) for value in _values("one_of", expected))
+def _one_of(got: Any, expected: Any, words: AnswerWords) -> bool:
+    return any(matches_state(got, value, words=words) for value in _values("one_of", expected))
+
+
+def _items(got: Any) -> list[Any]:
+    return cast("list[Any]", got) if isinstance(got, list) else []
 
 
 def _values(operator: str, expected: Any) -> Sequence[Any]:
@@ -245,15 +241,24 @@ def _pieces(operator: str, expected: Any) -> Sequence[Any]:
     return [expected] if isinstance(expected, str | Mapping) else _values(operator, expected)
 
 
+def _is_close(got: float, expected: float) -> bool:
+    try:
+        return math.isclose(got, expected, rel_tol=1e-12)
+    except OverflowError:  # an integer of more than 308 digits
+        return got == expected
+
+
 def _as_text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return ""  # Python refuses to write it, and it is no answer
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+_OPERATORS: Mapping[str, Callable[[Any, Any, AnswerWords], bool]] = {
     "any_order": _in_any_order,
     "one_of": _one_of,
     "contains": _contains,
     "only": _only,
-    "equals": lambda got, expected: got == expected,
-    "any": lambda got, expected: True,
+    "equals": lambda got, expected, words: got == expected,
+    "any": lambda got, expected, words: True,
 }

@@ -1,4 +1,4 @@
-"""Whether a task was done, whatever it asked for."""
+"""Reward the outcome of a task, whatever it asks for."""
 
 import json
 import re
@@ -7,9 +7,8 @@ from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.rewards.answers import answer_spec, is_matched, question_of
-from mcp_grpo.rewards.rubric import Rubric
-from mcp_grpo.rewards.shape import call_penalty
 from mcp_grpo.rewards.states import COLUMN, is_as_expected
+from mcp_grpo.rewards.words import GENERAL, AnswerWords
 from mcp_grpo.types import ResultKind, Task, ToolCall, Trajectory
 
 
@@ -20,21 +19,21 @@ _NAMED = re.compile(r"(?<=[^.?!:\s]\s)(?:the\s+)?([A-Z][\w&'’-]+)(?:[ ]+(?:[A-
 
 def task_outcome(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     """
-    1 if a trajectory did what its task asked for, 0 otherwise.
+    Pay 1 if a trajectory did what its task asked for, and 0 otherwise.
 
     A task with an `answer` wants that answer ([`answer_match`]), one with an `expected_state` wants that state
-    ([`state_match`]), and one with both wants both. Nothing is paid to a trajectory that did not come to an answer of its own
-    ([`Trajectory.answer`]).
+    ([`state_match`]), and one with both wants both. A trajectory without a final answer ([`Trajectory.answer`]) is paid
+    nothing.
 
-    That there is no data is paid for only where a tool was asked and answered. If the task has a column `symbols`, no answer
-    is paid that was guessed: the tools must have answered a call with each of them in its arguments; where there is only one
-    and the answer is not that there is none, or where there is none, a name in the question will do as well.
+    The answer that there is no data is paid only after a tool has answered. If the task has a column `symbols`, guesses are
+    not paid: a tool must have answered a call with each of the symbols in its arguments. For a single symbol whose answer
+    is not a refusal, or without symbols, a name from the question counts as well.
 
     Args:
         trajectory (`list[Trajectory]`):
             The trajectories.
         kwargs (`Any`):
-            What else the trainer passes to reward functions; not used.
+            Other arguments that the trainer passes to reward functions; not used.
 
     Returns:
         `list[float]`: One reward per trajectory.
@@ -42,17 +41,8 @@ def task_outcome(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
     return [float(is_done(attempt)) for attempt in trajectory]
 
 
-def is_done(trajectory: Trajectory) -> bool:
-    """
-    Whether a trajectory did what its task asked for; see [`task_outcome`].
-
-    Args:
-        trajectory ([`Trajectory`]):
-            A finished trajectory.
-
-    Returns:
-        `bool`: Whether it did.
-    """
+def is_done(trajectory: Trajectory, *, words: AnswerWords = GENERAL) -> bool:
+    """Tell whether a trajectory did what its task asked for; see [`task_outcome`]."""
     task = trajectory.task
     wants_state = task.metadata.get(COLUMN) is not None
     if task.answer is None and not wants_state:
@@ -60,10 +50,10 @@ def is_done(trajectory: Trajectory) -> bool:
             f"Task {task.task_id!r} has neither an `answer` nor an `{COLUMN}` to compare with. Give every task one of them."
         )
     # Both are looked at in any case, so that a task is found wrong by the first attempt at it.
-    is_right = [is_as_expected(trajectory)] if wants_state else []
+    is_right = [is_as_expected(trajectory, words=words)] if wants_state else []
     if task.answer is None:
         return all(is_right)
-    is_right.append(is_matched(trajectory))
+    is_right.append(is_matched(trajectory, words=words))
     if not all(is_right):
         return False
     is_refusal = answer_spec(task.answer)["type"] == "refusal"
@@ -73,13 +63,13 @@ def is_done(trajectory: Trajectory) -> bool:
 
 
 def _answered(trajectory: Trajectory) -> list[ToolCall]:
-    """Calls that a tool has said something to."""
+    """Return the calls that a tool answered."""
     kinds = (ResultKind.OK, ResultKind.TOOL_ERROR)
     return [exchange.call for exchange in trajectory.exchanges if exchange.result.kind in kinds]
 
 
 def _has_looked(trajectory: Trajectory, *, is_refusal: bool) -> bool:
-    """Return whether tools were asked about what the task is about, and said something."""
+    """Tell whether tools were asked about the task's subject, and answered."""
     calls = _answered(trajectory)
     words = {word for call in calls for word in _words(call.arguments)}
     symbols = {str(symbol).casefold() for symbol in cast("Sequence[Any]", trajectory.task.metadata[SYMBOLS])}
@@ -91,21 +81,11 @@ def _has_looked(trajectory: Trajectory, *, is_refusal: bool) -> bool:
 
 
 def _names(task: Task) -> set[str]:
-    """First words of the names in a question."""
+    """Return the first words of the names in a question."""
     return {re.sub(r"['’]s?$", "", match[1]).casefold() for match in _NAMED.finditer(question_of(task))}
 
 
 def _words(arguments: Mapping[str, Any]) -> set[str]:
-    """Words and symbols in the arguments of a call."""
+    """Return the words and symbols in the arguments of a call."""
     text = json.dumps(dict(arguments), ensure_ascii=False, default=str).casefold()
     return set(re.findall(r"[\w&'’-]+(?:\.\w+)*", text))
-
-
-def desk_reward() -> Rubric:
-    """
-    The reward of the desk's tasks: [`task_outcome`], less a little for calls that could not be made ([`call_penalty`]).
-
-    Returns:
-        [`Rubric`]: A reward function, which logs its parts as `rewards/outcome/mean` and `rewards/calls/mean`.
-    """
-    return Rubric({"outcome": task_outcome, "calls": call_penalty()})

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -16,14 +16,15 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from mcp_grpo.errors import CatalogError, RolloutError
-from mcp_grpo.rollout.generator import Generator
-from mcp_grpo.rollout.grammar import TurnGrammars
+from mcp_grpo.masking.grammar import TurnGrammars
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import Renderer
-from mcp_grpo.rollout.scheduling import Cutoff, Schedule, TurnHistory
-from mcp_grpo.tools import Cassette, Catalog, Tool, ToolPool
-from mcp_grpo.types import Task, Trajectory
+from mcp_grpo.rollout.scheduling import TurnHistory
+from mcp_grpo.sampling.generator import Generator
+from mcp_grpo.tools import Cassette, Catalog, Lease, ServerConfig, Tool, ToolPool
+from mcp_grpo.tools.users import User
+from mcp_grpo.types import Task, ToolCall, ToolResult, Trajectory
 
 
 logger = logging.getLogger(__name__)
@@ -42,16 +43,24 @@ class RolloutEngine:
     is collected, and when the interpreter exits, whichever comes first.
 
     Args:
-        servers (`str`, `Path` or `Mapping[str, Any]`, *optional*):
-            MCP servers, as [`load_servers`] takes them. Only a cassette that answers by itself can do without.
+        servers (`str`, `Path`, `Mapping[str, Any]` or `ToolPool`, *optional*):
+            MCP servers, as [`load_servers`] takes them, or a pool that is not open yet. Only a cassette that answers by itself can
+            do without.
         cassette (`Cassette`, *optional*):
             Records the tool calls, or answers them.
+        user (`Callable`, *optional*):
+            Says what users say once the policy has answered; see [`MCPGRPOTrainer`].
     """
 
-    def __init__(self, servers: str | Path | Mapping[str, Any] | None, cassette: Cassette | None = None) -> None:
+    def __init__(
+        self,
+        servers: str | Path | Mapping[str, Any] | ToolPool | None,
+        cassette: Cassette | None = None,
+        user: User | None = None,
+    ) -> None:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="mcp-grpo"))
-            pool = ToolPool(servers, cassette)
+            pool = servers if isinstance(servers, ToolPool) else ToolPool(servers, cassette, user)
             self._pool = stack.enter_context(self._portal.wrap_async_context_manager(pool))
             self.turns = TurnHistory()
             """How long attempts at each task were; the order of rollouts follows it."""
@@ -62,13 +71,23 @@ class RolloutEngine:
 
     @property
     def catalog(self) -> Catalog:
-        """The tools of the open servers."""
+        """Return the tools of the open servers."""
         return self._pool.catalog
 
     @property
     def state_servers(self) -> tuple[str, ...]:
-        """The servers that say what a trajectory has left behind."""
+        """Return the servers that say what a trajectory has left behind."""
         return self._pool.state_servers
+
+    @property
+    def setup_servers(self) -> tuple[str, ...]:
+        """Return the servers that a task can set up."""
+        return self._pool.setup_servers
+
+    @property
+    def configs(self) -> tuple[ServerConfig, ...]:
+        """Return the configurations of the servers."""
+        return self._pool.configs
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -76,31 +95,15 @@ class RolloutEngine:
         return tuple(secret for config in self._pool.configs for secret in config.secret_values)
 
     def schemas_for(self, task: Task) -> list[dict[str, Any]]:
-        """
-        The tools of a task, as chat templates take them.
-
-        Args:
-            task (`Task`):
-                A task of tools that exist.
-
-        Returns:
-            `list[dict[str, Any]]`: Their schemas.
-        """
+        """Return the tools of a task at its beginning in the form that chat templates take."""
         return [tool.schema for tool in self.catalog.tools_for(task)]
 
+    def all_schemas_for(self, task: Task) -> list[dict[str, Any]]:
+        """Return the tools that a task has at any time in the form that chat templates take."""
+        return [tool.schema for tool in self.catalog.all_tools_for(task)]
+
     def prompt_ids(self, tasks: Iterable[Task], renderer: Renderer) -> list[tuple[int, ...]]:
-        """
-        What the policy reads first.
-
-        Args:
-            tasks (`Iterable[Task]`):
-                Tasks of tools that exist.
-            renderer (`Renderer`):
-                Messages to tokens.
-
-        Returns:
-            `list[tuple[int, ...]]`: The tokens of each prompt.
-        """
+        """Return the tokens of the opening prompts of tasks."""
         return [renderer.prompt_ids(task.prompt, self.schemas_for(task)) for task in tasks]
 
     def cancel(self) -> None:
@@ -141,31 +144,30 @@ class RolloutEngine:
             [`CatalogError`]: If the prompt of a task fills the context; the message has its number of tokens and the
                 tools that take most of them.
         """
-        max_context = limits.max_context
+        longest = None if limits.max_context is None else self.longest_prompt(tasks, renderer)
+        if longest is None:
+            return
+        task, length = longest
+        problem, is_fatal = room_problem(length, limits)
+        if problem:
+            size = self.prompt_size(task, length, renderer)
+            if is_fatal:
+                raise CatalogError(f"{size}{problem}")
+            logger.warning("%s%s", size, problem)
+
+    def longest_prompt(self, tasks: Iterable[Task], renderer: Renderer) -> tuple[Task, int] | None:
+        """Return the task with the longest prompt and its tokens; one task of each set of tools is looked at."""
         sets = {tuple(tool.name for tool in self.catalog.tools_for(task)): task for task in tasks}
-        if max_context is None or not sets:
-            return
-        lengths = [_prompt_length(renderer, task, self.catalog.tools_for(task)) for task in sets.values()]
-        length, task = max(zip(lengths, sets.values(), strict=True), key=itemgetter(0))
-        room = max_context - length
-        # Without a `max_completion_length` the whole context stands for it, and the prompt always takes some of that.
-        if room >= limits.max_completion_length or (room > 0 and limits.max_completion_length == max_context):
-            return
-        size = _prompt_size(renderer, task, self.catalog.tools_for(task), length)
-        advice = "Allow fewer tools, by `allowed_tools` of a server or by the column `tools` of the tasks"
-        if room < 1:
-            raise CatalogError(
-                f"{size}, but the model's context holds {max_context}. {advice}, or shorten the prompt."
-            )
-        logger.warning(
-            "%s. In the model's context of %d that leaves %d for the completion, less than its `max_completion_length` of "
-            "%d. %s, or lower `max_completion_length`.",
-            size,
-            max_context,
-            room,
-            limits.max_completion_length,
-            advice,
-        )
+        lengths = [(task, _prompt_length(renderer, task, self.catalog.tools_for(task))) for task in sets.values()]
+        return max(lengths, key=itemgetter(1), default=None)
+
+    def prompt_size(self, task: Task, length: int, renderer: Renderer) -> str:
+        """Return a sentence on how long a prompt is and which tools take most of it, without its full stop."""
+        return _prompt_size(renderer, task, self.catalog.tools_for(task), length)
+
+    def call(self, call: ToolCall) -> ToolResult:
+        """Call a tool, as a trajectory of its own."""
+        return self._portal.call(self._pool.call, call)
 
     def roll_out(
         self,
@@ -177,8 +179,7 @@ class RolloutEngine:
         temperature: float = 1.0,
         seed: int = 0,
         grammars: TurnGrammars | None = None,
-        first_call_retries: int = 0,
-        schedule: Schedule | None = None,
+        max_concurrent: int | None = None,
         finish: Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory] | None = None,
         progress: RolloutProgress | None = None,
     ) -> list[Trajectory]:
@@ -201,12 +202,8 @@ class RolloutEngine:
                 Seed of all of them; each gets its own.
             grammars (`TurnGrammars`, *optional*):
                 Confine every turn to the grammar of its tools. `None` samples freely.
-            first_call_retries (`int`, *optional*, defaults to `0`):
-                How often the first turn of a trajectory may be thrown away and sampled again because the policy ended it
-                without a tool call.
-            schedule ([`Schedule`], *optional*):
-                How many may be under way at a time, and what ends those that take too long. If not given, all at once,
-                and all to their end.
+            max_concurrent (`int`, *optional*):
+                How many may be under way at a time; the others wait in a queue. If not given, all at once.
             finish (`Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory]`, *optional*):
                 Called on the engine's thread as each trajectory ends, while others are still under way: gets it and the
                 schemas of its tools, and returns what is to stand in its place.
@@ -216,12 +213,12 @@ class RolloutEngine:
         Returns:
             `list[Trajectory]`: One per task, in their order.
         """
-        schedule, progress = schedule or Schedule(), progress or RolloutProgress()
+        progress = progress or RolloutProgress()
         trajectories: list[Trajectory | None] = [None] * len(tasks)
         queue = deque(self.turns.longest_first(tasks))
-        start, first_done = time.monotonic(), progress.num_done
+        start = time.monotonic()
 
-        async def attempt(index: int, cutoff: Cutoff) -> None:
+        async def attempt(index: int) -> None:
             queue_seconds = time.monotonic() - start
             trajectory = await roll_out(
                 tasks[index],
@@ -232,29 +229,24 @@ class RolloutEngine:
                 temperature=temperature,
                 seed=derived_seed(seed, index),
                 grammars=grammars,
-                first_call_retries=first_call_retries,
-                cutoff=cutoff,
                 progress=progress,
             )
             trajectory = replace(trajectory, queue_seconds=queue_seconds)
             if finish is not None:
-                trajectory = finish(trajectory, self.schemas_for(trajectory.task))
+                trajectory = finish(trajectory, self.all_schemas_for(trajectory.task))
             trajectories[index] = trajectory
             self.turns.add(trajectory)
             progress.num_done += 1
-            if schedule.has_stragglers(progress.num_done - first_done, len(tasks)):
-                cutoff.cut()
 
-        async def work(cutoff: Cutoff) -> None:
+        async def work() -> None:
             while queue:
-                await attempt(queue.popleft(), cutoff)
+                await attempt(queue.popleft())
 
         async def attempt_all() -> None:
-            cutoff = Cutoff(schedule.batch_timeout)
             try:
                 async with anyio.create_task_group() as group:
-                    for _ in range(min(schedule.max_concurrent or len(tasks), len(tasks))):
-                        group.start_soon(work, cutoff)
+                    for _ in range(min(max_concurrent or len(tasks), len(tasks))):
+                        group.start_soon(work)
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
 
@@ -262,19 +254,12 @@ class RolloutEngine:
             self.ask(generator, attempt_all)
         return [trajectory for trajectory in trajectories if trajectory is not None]
 
+    def lease(self, task: Task) -> AbstractContextManager[Lease]:
+        """Lease the servers for as long as the context lasts, to be called on the engine's thread."""
+        return self._portal.wrap_async_context_manager(self._pool.lease(task))
+
     def ask(self, generator: Generator, question: Callable[[], Awaitable[T]]) -> T:
-        """
-        Wait for something that needs a generator.
-
-        Args:
-            generator (`Generator`):
-                The generator, which is served on this thread meanwhile.
-            question (`Callable[[], Awaitable[T]]`):
-                What to wait for.
-
-        Returns:
-            `T`: Its result.
-        """
+        """Wait for something that needs a generator, which is served on this thread meanwhile; return its result."""
         future = self._portal.start_task_soon(question, name="rollout")
         self._rollouts.add(future)
         try:
@@ -284,6 +269,26 @@ class RolloutEngine:
             # After Ctrl-C or an error in the generator the trajectories are still waiting for it.
             future.cancel()
             self._rollouts.discard(future)
+
+
+def room_problem(length: int, limits: Limits) -> tuple[str, bool]:
+    """Return how a sentence on the length of a prompt goes on where the context has too little room, and whether it has none."""
+    max_context = limits.max_context
+    if max_context is None:
+        return "", False
+    room = max_context - length
+    # Without a `max_completion_length` the whole context stands for it, and the prompt always takes some of that.
+    makes_room = limits.max_completion_length == max_context or limits.old_results != "keep"
+    if room >= limits.max_completion_length or (room > 0 and makes_room):
+        return "", False
+    advice = "Allow fewer tools, by `allowed_tools` of a server or by the column `tools` of the tasks"
+    if room < 1:
+        return f", but the model's context holds {max_context}. {advice}, or shorten the prompt.", True
+    return (
+        f". In the model's context of {max_context} that leaves {room} for the completion, less than its "
+        f"`max_completion_length` of {limits.max_completion_length}. {advice}, or lower `max_completion_length`.",
+        False,
+    )
 
 
 def _cancel(futures: set[Future[Any]]) -> None:
@@ -296,7 +301,7 @@ def _prompt_length(renderer: Renderer, task: Task, tools: Sequence[Tool]) -> int
 
 
 def _prompt_size(renderer: Renderer, task: Task, tools: Sequence[Tool], length: int) -> str:
-    """A sentence on how long a prompt is, without its full stop."""
+    """Return a sentence on how long a prompt is, without its full stop."""
     for_tools = length - _prompt_length(renderer, task, [])
     # What a second one adds is what the tool itself takes, without what the template says about tools in general.
     weights = {

@@ -1,4 +1,4 @@
-"""Conversations that somebody else had, as the tokens of a rollout."""
+"""Tokenise given conversations as a rollout would."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -15,24 +15,11 @@ def conversation_tokens(
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[list[int], list[int]]:
     """
-    The tokens that a rollout would have, had the policy written the turns of a conversation.
+    Return the token ids that a rollout would have if the policy had written the turns of a conversation, and 1 for those
+    that the policy is to write. Results after the last turn are dropped.
 
-    Prompt and tool results are rendered by what renders those of a rollout, so that a policy that imitates the turns sees
-    just what it will see later.
-
-    Args:
-        renderer ([`Renderer`]):
-            The renderer of the rollout.
-        prompt (`Sequence[Message]`):
-            Opening messages.
-        messages (`Sequence[Message]`):
-            What followed: turns of role `"assistant"`, and results of role `"tool"` with `name` and `content`.
-        tools (`Sequence[Mapping[str, Any]]`):
-            Schemas of the tools that were offered.
-
-    Returns:
-        `tuple[list[int], list[int]]`: Token ids, and 1 for those that the policy is to write. Results after the last turn are
-        left out, as nobody reads them.
+    The renderer of the rollout writes prompt and tool results, so that a policy that imitates the turns sees what it will
+    see later.
 
     Example:
 
@@ -46,12 +33,9 @@ def conversation_tokens(
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     for role, group in groupby(messages[: last + 1], key=lambda message: message["role"]):
         if role == "tool":
-            new_ids = renderer.suffix_ids(list(group))
-            token_ids += new_ids
-            mask += [0] * len(new_ids)
-            continue
-        for message in group:
-            new_ids = renderer.turn_ids(message)
-            token_ids += new_ids
-            mask += [1] * len(new_ids)
+            new_ids, is_written = renderer.suffix_ids(list(group)), 0
+        else:
+            new_ids, is_written = [i for message in group for i in renderer.turn_ids(message)], 1
+        token_ids += new_ids
+        mask += [is_written] * len(new_ids)
     return token_ids, mask

@@ -1,23 +1,35 @@
 """One trajectory, from its task to its end."""
 
 import hashlib
+import json
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
 from mcp_grpo.errors import RolloutError, ToolServerError
-from mcp_grpo.rollout.generator import Generation, Generator, Sampling
-from mcp_grpo.rollout.grammar import TurnGrammars
+from mcp_grpo.masking.grammar import TurnGrammars
+from mcp_grpo.rollout.context import MIN_SUMMARY, SUMMARY_REQUEST, Context, OldResults
 from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
-from mcp_grpo.rollout.scheduling import Cutoff
-from mcp_grpo.tools import Lease, ToolPool
-from mcp_grpo.types import Exchange, Message, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
+from mcp_grpo.rollout.well_formed import well_formed
+from mcp_grpo.sampling.generator import Generator, Sampling
+from mcp_grpo.tools import Lease, Tool, ToolPool
+from mcp_grpo.types import (
+    Exchange,
+    Message,
+    ResultKind,
+    Segment,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    UserTurn,
+    is_of_user,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +39,7 @@ class Limits:
 
     Args:
         max_turns (`int`):
-            Times the policy may generate; a task's own `max_turns` comes first.
+            Times the policy may generate after each message of the user; a task's own `max_turns` comes first.
         max_completion_length (`int`):
             Tokens after the prompt, tool results included, as TRL counts them.
         max_context (`int`, *optional*):
@@ -38,6 +50,8 @@ class Limits:
             Tokens of one turn; one that reaches them ends the trajectory. `None` for no such limit.
         timeout (`float`, *optional*, defaults to `600.0`):
             Seconds of wall-clock time. Waiting for a lease does not count.
+        old_results (`str`, *optional*, defaults to `"keep"`):
+            What becomes of old tool results where the context has no more room; see [`MCPGRPOConfig`].
     """
 
     max_turns: int
@@ -46,6 +60,7 @@ class Limits:
     max_result_tokens: int | None = None
     max_turn_tokens: int | None = None
     timeout: float = 600.0
+    old_results: OldResults = "keep"
 
 
 async def roll_out(
@@ -58,8 +73,6 @@ async def roll_out(
     temperature: float = 1.0,
     seed: int = 0,
     grammars: TurnGrammars | None = None,
-    first_call_retries: int = 0,
-    cutoff: Cutoff | None = None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
     """
@@ -84,45 +97,32 @@ async def roll_out(
             Seed of this trajectory. The same seed and the same tool results give the same trajectory.
         grammars (`TurnGrammars`, *optional*):
             Confine every turn to the grammar of its tools. `None` samples freely.
-        first_call_retries (`int`, *optional*, defaults to `0`):
-            How often the first turn may be thrown away and sampled again because the policy ended it without a tool call.
-            The last draw is kept whatever it is. What was thrown away leaves no trace but its number and the time it took.
-            A turn that did not end or has a call that cannot be read is kept, and so is one without chance or without
-            tools.
-        cutoff ([`Cutoff`], *optional*):
-            What may end it from outside, waiting for a lease included.
         progress ([`RolloutProgress`], *optional*):
             Where turns, tokens and tool calls are counted.
 
     Returns:
         [`Trajectory`]: The finished record.
     """
-    cutoff, progress = cutoff or Cutoff(), progress or RolloutProgress()
-    attempt = _Attempt(task, renderer, generator, limits, temperature, seed, grammars, first_call_retries, progress)
+    attempt = Attempt(task, renderer, generator, limits, temperature, seed, grammars, progress or RolloutProgress())
     stop_reason, seconds = StopReason.DEADLINE, 0.0
     try:
-        async with AsyncExitStack() as stack:  # around the scope: whatever ends a trajectory, its lease is given back
-            with cutoff.scope() as scope:
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                lease = await stack.enter_async_context(pool.lease(task))
-                # Getting a lease and giving it back takes what the servers take, which is not the policy's time.
-                start = time.monotonic()
-                try:
-                    with anyio.move_on_after(limits.timeout):
-                        stop_reason = await attempt.run(lease)
-                finally:
-                    seconds = time.monotonic() - start
-                if not stop_reason.is_failure:
-                    attempt.states = await lease.states()
-            if scope.cancelled_caught:
-                stop_reason, attempt.error = cutoff.stop_reason, cutoff.error
+        async with pool.lease(task) as lease:
+            # Getting a lease and giving it back takes what the servers take, which is not the policy's time.
+            start = time.monotonic()
+            try:
+                with anyio.move_on_after(limits.timeout):
+                    stop_reason = await attempt.run(lease)
+            finally:
+                seconds = time.monotonic() - start
+            if not stop_reason.is_failure:
+                attempt.states = well_formed(await lease.states())
     except ToolServerError as error:
         stop_reason, attempt.error = StopReason.SERVER_FAILED, str(error)
     return attempt.finish(stop_reason, seconds=seconds)
 
 
-class _Attempt:
-    """What has been written so far; becomes a `Trajectory` at the end."""
+class Attempt:
+    """Collect what is written, to become a `Trajectory` at the end."""
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class _Attempt:
         temperature: float,
         seed: int,
         grammars: TurnGrammars | None,
-        first_call_retries: int,
         progress: RolloutProgress,
     ) -> None:
         self.task = task
@@ -145,40 +144,66 @@ class _Attempt:
         self._temperature = temperature
         self._seed = seed
         self._grammars = grammars
-        self._first_call_retries = first_call_retries
         self._progress = progress
-        self._num_rejected = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._history: tuple[int, ...] = ()
         self._seen: tuple[int, ...] = ()
         self._segments: list[Segment] = []
         self._messages: list[Message] = []
         self._exchanges: list[Exchange] = []
+        self._turn_seconds: list[tuple[float, float]] = []
+        self._user_exchanges: tuple[Exchange, ...] = ()
+        self._num_turns = 0
+        self._context = Context(renderer, limits.old_results, limits.max_context)
+        self._is_recast = False  # whether the history is not all that stands before it
 
     async def run(self, lease: Lease) -> StopReason:
+        """Attempt the task until the user has no more to say, or a limit."""
+        stop_reason = await self.begin(lease)
+        while stop_reason is StopReason.ANSWERED:
+            said = await lease.next_user_turn(lambda: self.finish(StopReason.ANSWERED, seconds=0.0))
+            self._user_exchanges = lease.user_exchanges
+            if said is None:
+                break
+            stop_reason = self._hear(*said) or await self.take_turns(lease)
+        return stop_reason
+
+    async def begin(self, lease: Lease) -> StopReason:
+        """Attempt the task until the first answer, or a limit."""
         schemas = [tool.schema for tool in lease.tools]
         self._prompt_ids = self._history = self._renderer.prompt_ids(self.task.prompt, schemas)
+        self._context.begin(self._prompt_ids)
         if self._room() < 1:
             self.error = (
                 f"The prompt of task {self.task.task_id!r} has {len(self._prompt_ids)} tokens, which leaves no room in "
                 f"the model's context of {self._limits.max_context}. Allow fewer tools or shorten the prompt."
             )
             return StopReason.CONTEXT_FULL
+        return await self.take_turns(lease)
+
+    async def take_turns(self, lease: Lease) -> StopReason:
+        """Generate and call tools until an answer or a limit."""
+        schemas = [tool.schema for tool in lease.tools]
         max_turns = self.task.max_turns or self._limits.max_turns
-        for turn in range(max_turns):
+        for index in range(max_turns):
+            turn, start = self._num_turns, time.monotonic()
+            self._num_turns += 1
             parsed, ended = await self._generate(turn, schemas)
+            generated = time.monotonic()
+            self._turn_seconds.append((generated - start, 0.0))
             if not ended:
                 return StopReason.MAX_TOKENS
-            if _calls_nothing(parsed):
+            if not parsed.calls and parsed.malformed is None:
                 return StopReason.ANSWERED
             exchanges = await self._call(parsed, lease, turn)
+            self._turn_seconds[-1] = (generated - start, time.monotonic() - generated)
             self._exchanges += exchanges
             broken = [e for e in exchanges if e.result.kind.is_server_fault]
             if broken:
                 self.error = f"`{broken[0].call.name}`: {broken[0].result.text}"
                 return StopReason.SERVER_FAILED
             # In its last turn the policy's calls still run, for what they do, but it cannot read the results.
-            if turn + 1 < max_turns and (stop_reason := self._observe(exchanges)):
+            if index + 1 < max_turns and (stop_reason := await self._observe(exchanges, schemas)):
                 return stop_reason
         return StopReason.MAX_TURNS
 
@@ -193,10 +218,16 @@ class _Attempt:
             seconds=seconds,
             error=self.error,
             vocabulary=self._renderer.vocabulary,
-            num_rejected=self._num_rejected,
             states=self.states,
+            turn_seconds=tuple(self._turn_seconds),
+            user_exchanges=self._user_exchanges,
         )
-        if self._history and trajectory.prompt_ids + trajectory.completion_ids != self._history:
+        context_ids, start, end = trajectory.views[-1]
+        if (
+            self._history
+            and context_ids + trajectory.completion_ids[start:end] != self._history
+            and not self._is_recast
+        ):
             raise RolloutError(
                 f"The tokens recorded for task {self.task.task_id!r} are not those that the policy saw. Training on "
                 "them would be wrong. This is a bug in mcp_grpo: please report it with the model's name."
@@ -210,12 +241,22 @@ class _Attempt:
                 f"The prompt of turn {turn} does not begin with what the policy saw and sampled before (task "
                 f"{self.task.task_id!r}). This is a bug in mcp_grpo: please report it with the model's name."
             )
-        generation, parsed = await self._draw(derived_seed(self._seed, turn), schemas)
-        # Without tools there is nothing to call, and without chance the same turn would come again.
-        max_rejected = self._first_call_retries if turn == 0 and schemas and self._temperature > 0 else 0
-        while self._num_rejected < max_rejected and self._has_ended(generation) and _calls_nothing(parsed):
-            self._num_rejected += 1
-            generation, parsed = await self._draw(derived_seed(self._seed, turn, self._num_rejected), schemas)
+        sampling = Sampling(
+            max_tokens=min(self._room(), self._limits.max_turn_tokens or self._room()),
+            temperature=self._temperature,
+            seed=derived_seed(self._seed, turn),
+            constraint=None if self._grammars is None else self._grammars.grammar(schemas),
+            trajectory=self._seed,
+        )
+        generation = await self._generator.generate(self._history, sampling)
+        if generation.allowed_logprobs is not None and sampling.constraint is None:
+            raise RolloutError(
+                "The generator has sampled under a constraint though none was asked for: ratios would be those of another "
+                "distribution, and the policy would not learn the format. Turn structured output off in the sampler, or set "
+                "`constrained_decoding=True`."
+            )
+        parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
+        self._progress.num_tokens += len(generation.token_ids)
         self._progress.num_turns += 1
         self._seen = self._history + generation.token_ids
         self._append(
@@ -223,32 +264,13 @@ class _Attempt:
                 token_ids=generation.token_ids,
                 logprobs=generation.logprobs,
                 allowed_logprobs=generation.allowed_logprobs,
+                context_ids=self._history if self._is_recast else None,
             )
         )
+        self._is_recast = False
         self._messages.append(parsed.message)
-        return parsed, self._has_ended(generation)
-
-    def _has_ended(self, generation: Generation) -> bool:
-        """Return whether the policy ended its turn by itself: the token that does so is there."""
-        return generation.finish_reason == "stop" and generation.token_ids[-1] in self._renderer.end_of_turn_ids
-
-    async def _draw(self, seed: int, schemas: Sequence[dict]) -> tuple[Generation, ParsedTurn]:
-        sampling = Sampling(
-            max_tokens=min(self._room(), self._limits.max_turn_tokens or self._room()),
-            temperature=self._temperature,
-            seed=seed,
-            constraint=None if self._grammars is None else self._grammars.grammar(schemas),
-            trajectory=self._seed,
-        )
-        generation = await self._generator.generate(self._history, sampling)
-        self._progress.num_tokens += len(generation.token_ids)
-        if generation.allowed_logprobs is not None and sampling.constraint is None:
-            raise RolloutError(
-                "The generator has sampled under a constraint though none was asked for: ratios would be those of another "
-                "distribution, and the policy would not learn the format. Turn structured output off in the sampler, or set "
-                '`constrained_decoding=True` with `schema_mask="sampler"`.'
-            )
-        return generation, self._renderer.parse(self._history, generation.token_ids, schemas)
+        has_ended = generation.finish_reason == "stop" and generation.token_ids[-1] in self._renderer.end_of_turn_ids
+        return parsed, has_ended
 
     async def _call(self, parsed: ParsedTurn, lease: Lease, turn: int) -> list[Exchange]:
         if parsed.malformed is not None:
@@ -260,7 +282,13 @@ class _Attempt:
             with self._progress.calling(len(calls)):
                 results = await lease.call_all(calls)
         return [
-            Exchange(call=call, result=self._shortened(result), turn=turn)
+            Exchange(
+                call=ToolCall(name=well_formed(call.name), arguments=well_formed(call.arguments)),
+                result=self._shortened(
+                    replace(result, text=well_formed(result.text), structured=well_formed(result.structured))
+                ),
+                turn=turn,
+            )
             for call, result in zip(calls, results, strict=True)
         ]
 
@@ -272,30 +300,79 @@ class _Attempt:
         text, num_cut = self._renderer.shortened(result.text, max_tokens)
         return replace(result, text=text, num_cut=num_cut) if num_cut else result
 
-    def _observe(self, exchanges: Sequence[Exchange]) -> StopReason | None:
+    def _hear(self, said: UserTurn, tools: Sequence[Tool]) -> StopReason | None:
+        """Append what the user says for the policy to read, or say why it does not fit."""
+        text = well_formed(said.content)
+        # What the task has written is there to be read as it is.
+        if self._limits.max_result_tokens is not None and said not in self.task.user_turns:
+            text, _ = self._renderer.shortened(text, self._limits.max_result_tokens)
+        text += told_of(tools)
+        return self._read([{"role": "user", "content": text}], "A message of the user")
+
+    async def _observe(self, exchanges: Sequence[Exchange], schemas: Sequence[dict]) -> StopReason | None:
         """Append the results for the policy to read, or say why they do not fit."""
-        # A name that the policy made up is not echoed: templates trust names and could render control tokens.
-        unnamed = (ResultKind.UNKNOWN_TOOL, ResultKind.MALFORMED_CALL)
-        messages: list[Message] = [
-            {"role": "tool", "name": "unknown" if e.result.kind in unnamed else e.call.name, "content": e.result.text}
-            for e in exchanges
-        ]
+        messages = result_messages(exchanges)
+        if self._context.wants_summary(self._num_tokens, messages, self._history):
+            asked = [*messages, SUMMARY_REQUEST]
+            if self._num_tokens(asked) + MIN_SUMMARY <= self._room():
+                return self._read(asked, "Tool results", makes_room=False) or await self._sum_up(schemas)
+        return self._read(messages, "Tool results")
+
+    async def _sum_up(self, schemas: Sequence[dict]) -> StopReason | None:
+        """Let the policy sum up, and go on from the task and what it wrote."""
+        turn = self._num_turns
+        self._num_turns += 1
+        start = time.monotonic()
+        parsed, ended = await self._generate(turn, [])
+        self._turn_seconds.append((time.monotonic() - start, 0.0))
+        if not ended:
+            return StopReason.MAX_TOKENS
+        asked = [message["content"] for message in self._messages if is_of_user(message)][-1:]
+        summary = parsed.message.get("content") or ""
+        self._recast(self._context.begin_anew(self.task.prompt, summary, asked, schemas, len(self._segments)))
+        return None if self._room() > 0 else self._full("The summary")
+
+    def _num_tokens(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens messages have, or where they are far too many, at least that many."""
+        num_characters = sum(len(message["content"]) for message in messages)
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * self._most():
+            return num_characters // MAX_CHARACTERS_PER_TOKEN
+        return len(self._renderer.suffix_ids(messages))
+
+    def _read(self, messages: Sequence[Message], what: str, *, makes_room: bool = True) -> StopReason | None:
+        num_characters = sum(len(message["content"]) for message in messages)
         # What is far too long is not tokenised to find that out: it would hold up every other trajectory.
-        num_characters = sum(len(exchange.result.text) for exchange in exchanges)
-        if num_characters > MAX_CHARACTERS_PER_TOKEN * self._room():
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * self._most():
             suffix, length = (), num_characters // MAX_CHARACTERS_PER_TOKEN
         else:
             suffix = self._renderer.suffix_ids(messages)
             length = len(suffix)
+        if makes_room and length < self._budget() and self._context.is_short_after(length, self._history):
+            self._make_room(length)
         if self._room() <= length:
             # Beyond both, the tighter one is the reason: with a larger context, the budget would have ended it just here.
             if self._context_room() >= self._budget():
                 return StopReason.MAX_TOKENS
-            self.error = f"Tool results of {num_characters} characters do not fit into the model's context."
-            return StopReason.CONTEXT_FULL
+            return self._full(f"{what} of {num_characters} characters")
+        if messages[0]["role"] == "tool":
+            self._context.note_results(len(self._segments), [m for m in messages if m["role"] == "tool"], messages)
         self._append(Segment(token_ids=suffix))
         self._messages += messages
         return None
+
+    def _full(self, what: str) -> StopReason:
+        self.error = f"{what} did not fit into the model's context."
+        return StopReason.CONTEXT_FULL
+
+    def _make_room(self, length: int) -> None:
+        """Shorten old results, where that is wanted, for as many tokens to be read."""
+        shortened = self._context.shortened(self._segments, length)
+        if shortened is not None and shortened != self._history:
+            self._recast(shortened)
+
+    def _recast(self, history: tuple[int, ...]) -> None:
+        self._history = self._seen = history
+        self._is_recast = True
 
     def _append(self, segment: Segment) -> None:
         self._segments.append(segment)
@@ -305,28 +382,35 @@ class _Attempt:
         return float("inf") if self._limits.max_context is None else self._limits.max_context - len(self._history)
 
     def _budget(self) -> int:
-        """How many more tokens the completion may have."""
-        return self._limits.max_completion_length - (len(self._history) - len(self._prompt_ids))
+        """Return how many more tokens the completion may have."""
+        return self._limits.max_completion_length - sum(len(segment.token_ids) for segment in self._segments)
+
+    def _most(self) -> int:
+        """Return how many tokens could fit at most, if room is made."""
+        is_kept = self._limits.old_results == "keep" or self._limits.max_context is None
+        return self._room() if is_kept else self._limits.max_context or 0
 
     def _room(self) -> int:
-        """How many more tokens fit."""
+        """Return how many more tokens fit."""
         return int(min(self._budget(), self._context_room()))
 
 
-def _calls_nothing(parsed: ParsedTurn) -> bool:
-    """Return whether a turn neither calls a tool nor tries to."""
-    return not parsed.calls and parsed.malformed is None
+def result_messages(exchanges: Sequence[Exchange]) -> list[Message]:
+    """Return the results of calls as messages for the policy to read."""
+    # A name that the policy made up is not echoed: templates trust names and could render control tokens.
+    unnamed = (ResultKind.UNKNOWN_TOOL, ResultKind.MALFORMED_CALL)
+    return [
+        {"role": "tool", "name": "unknown" if e.result.kind in unnamed else e.call.name, "content": e.result.text}
+        for e in exchanges
+    ]
+
+
+def told_of(tools: Sequence[Tool]) -> str:
+    """Return the text that tells the policy of tools that it has from now on; nothing if there are none."""
+    described = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in tools)
+    return f"\n\nYou can use these tools from now on:\n{described}" if tools else ""
 
 
 def derived_seed(*parts: int | str) -> int:
-    """
-    A seed made of several, such as a run's seed, a step and an index; near parts do not give near seeds.
-
-    Args:
-        parts (`int` or `str`):
-            What the seed depends on.
-
-    Returns:
-        `int`: A non-negative 64-bit number.
-    """
+    """Derive a seed from several parts, such as a run's seed, a step and an index; similar parts give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")

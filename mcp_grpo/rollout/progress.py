@@ -1,4 +1,4 @@
-"""How far a rollout is, in numbers and as a bar."""
+"""Progress of a rollout, in numbers and as a bar."""
 
 import threading
 import time
@@ -7,47 +7,27 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
+from mcp_grpo.metrics import Ratio
 
-REFRESH_SECONDS = 0.3  # from one time that the bar is drawn to the next
+
+REFRESH_SECONDS = 0.3
 
 
 class RolloutProgress:
-    """
-    What has been done of a rollout so far. Several in a row add up.
-
-    It is written by the rollout, and may be read from any thread.
-
-    Attributes:
-        num_trajectories (`int`):
-            How many there are to be.
-        num_done (`int`):
-            How many of them have ended.
-        num_turns (`int`):
-            Turns of all of them.
-        num_tokens (`int`):
-            Tokens that the policy sampled, with those of turns that were thrown away.
-        num_calls (`int`):
-            Tool calls that are in flight.
-    """
+    """Counts of the rollouts so far, which add up. Written by the rollout; may be read from any thread."""
 
     def __init__(self) -> None:
         self.num_trajectories = 0
-        self.num_done = 0
+        self.num_done = 0  # of these
         self.num_turns = 0
-        self.num_tokens = 0
-        self.num_calls = 0
+        self.num_tokens = 0  # sampled by the policy, including discarded turns
+        self.num_calls = 0  # tool calls in flight
         self._seconds = 0.0
         self._start: float | None = None
 
     @contextmanager
     def rolling_out(self, num_trajectories: int) -> Generator[None]:
-        """
-        Keep the time of a rollout.
-
-        Args:
-            num_trajectories (`int`):
-                How many there are to be.
-        """
+        """Time a rollout of so many trajectories."""
         self.num_trajectories += num_trajectories
         self._start = time.monotonic()
         try:
@@ -57,13 +37,7 @@ class RolloutProgress:
 
     @contextmanager
     def calling(self, num_calls: int) -> Generator[None]:
-        """
-        Count tool calls as long as they are in flight.
-
-        Args:
-            num_calls (`int`):
-                How many are made at once.
-        """
+        """Count tool calls while they are in flight."""
         self.num_calls += num_calls
         try:
             yield
@@ -76,15 +50,22 @@ class RolloutProgress:
         start = self._start
         return self._seconds + (0.0 if start is None else time.monotonic() - start)
 
+    def metrics(self) -> dict[str, Ratio]:
+        """Return `rollout/seconds`, the mean over processes, and `rollout/tokens_per_second`, per process."""
+        return {
+            "rollout/seconds": Ratio(total=self.seconds, count=1),
+            "rollout/tokens_per_second": Ratio(total=self.num_tokens, count=self.seconds),
+        }
+
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that the policy sampled per second."""
+        """Sampled tokens per second."""
         seconds = self.seconds
         return self.num_tokens / seconds if seconds else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest will take at the pace so far; `None` before the first trajectory has ended."""
+        """Estimated time for the rest; `None` before the first trajectory has ended."""
         if not self.num_done:
             return None
         return self.seconds / self.num_done * (self.num_trajectories - self.num_done)
@@ -99,17 +80,7 @@ class RolloutProgress:
 
 @contextmanager
 def progress_bar(progress: RolloutProgress, total: int, *, disable: bool = False) -> Generator[None]:
-    """
-    Draw a bar for a rollout, in a terminal or a notebook, and take it away at the end.
-
-    Args:
-        progress ([`RolloutProgress`]):
-            What the rollout counts with.
-        total (`int`):
-            How many trajectories it will have counted at the end.
-        disable (`bool`, *optional*, defaults to `False`):
-            Whether to draw nothing.
-    """
+    """Draw a bar for a rollout of `total` trajectories, in a terminal or a notebook, and remove it at the end."""
     if disable:
         yield
         return
@@ -118,7 +89,7 @@ def progress_bar(progress: RolloutProgress, total: int, *, disable: bool = False
     with tqdm(desc="Rolling out", total=total, leave=False, dynamic_ncols=True, bar_format=bar_format) as bar:
 
         def draw() -> None:
-            # By the clock, not by what happens: while tools take their time, nothing does.
+            # By the clock: while tools are busy, nothing else happens.
             while not is_done.wait(REFRESH_SECONDS):
                 bar.n = progress.num_done
                 bar.set_postfix_str(str(progress))

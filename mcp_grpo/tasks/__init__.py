@@ -1,4 +1,4 @@
-"""Tasks: what the policy is to do."""
+"""Tasks: loading, importing and checking them."""
 
 from mcp_grpo.tasks.importing import ImportReport, import_tasks
 from mcp_grpo.tasks.loading import load_tasks

@@ -1,4 +1,4 @@
-"""Names that the columns of tasks have elsewhere."""
+"""Other names for the columns of tasks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -17,20 +17,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_turns": ("max_turns", "max_steps"),
     "servers": ("servers",),
 }  # fmt: skip
-"""Names that each column is known by, the likeliest first."""
+"""Known names of each column, the likeliest first."""
 
 
 def is_importable(row: Any) -> bool:
-    """
-    Say whether a row that is no task would become one by [`~mcp_grpo.tasks.import_tasks`].
-
-    Args:
-        row (`Any`):
-            The row.
-
-    Returns:
-        `bool`: Whether it would.
-    """
+    """Tell whether [`~mcp_grpo.tasks.import_tasks`] would turn a row into a task."""
     if not isinstance(row, Mapping):
         return False
     task = read_aliases(cast("Mapping[str, Any]", row))[0]
@@ -38,34 +29,17 @@ def is_importable(row: Any) -> bool:
 
 
 def unread_columns(names: Sequence[str]) -> dict[str, str]:
-    """
-    Find columns that tasks do not read, and that are elsewhere another name for one they do.
-
-    Args:
-        names (`Sequence[str]`):
-            The columns of a dataset.
-
-    Returns:
-        `dict[str, str]`: Such columns, and what each is a name for. Where that column is there, too, there is none.
-    """
+    """Find columns that tasks do not read but that are known as other names of columns they do read."""
     given = {name.lower(): name for name in names}
     missing = [column for column in OPTIONAL_COLUMNS if column not in names]
     # A `solution` of ours is a script, which says nothing about the answer.
-    found = {column: [a for a in ALIASES[column] if a in given and a != "solution"] for column in missing}
+    found = {column: [a for a in ALIASES.get(column, ()) if a in given and a != "solution"] for column in missing}
     return {given[aliases[0]]: column for column, aliases in found.items() if aliases}
 
 
 def read_aliases(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """
-    Read a row by the names that columns are known by.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The row.
-
-    Returns:
-        `tuple[dict[str, Any], dict[str, str], dict[str, Any]]`: The columns of a task, where each came from, and what could
-        not be understood.
+    Read a row by all known names of its columns; return the task, the source of each column, and unreadable values.
     """
     task: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -92,7 +66,7 @@ def read_aliases(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _candidates(row: Mapping[str, Any], aliases: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Values under one of these names, those at the top of the row first; letter case does not matter."""
+    """Yield values under one of these names, the row's own first; case does not matter."""
     levels = [("", row)] + [
         (f"{column}.", cast("Mapping[str, Any]", value)) for column, value in row.items() if isinstance(value, Mapping)
     ]
@@ -104,7 +78,7 @@ def _candidates(row: Mapping[str, Any], aliases: Sequence[str]) -> Iterator[tupl
 
 
 def plain_text(value: Any) -> str | None:
-    """Return a text that says something, and `None` for everything else."""
+    """Return a text that is not blank, and `None` for everything else."""
     return value if isinstance(value, str) and value.strip() else None
 
 
@@ -132,7 +106,7 @@ def _max_turns(value: Any) -> int | None:
 
 
 def _tools(value: Any) -> list[str] | None:
-    """Names of tools, also of those that are described as chat templates take them."""
+    """Return the names of tools, also of those given as schemas."""
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",")]
     if isinstance(value, Mapping):
@@ -156,7 +130,7 @@ def _answer(value: Any) -> Any:
 
 
 def _is_script(value: Any) -> bool:
-    """Return whether it is a scripted solution, which [`~mcp_grpo.evaluation.run_solutions`] runs, and no answer."""
+    """Tell whether it is a scripted solution for [`~mcp_grpo.evaluation.run_solutions`], not an answer."""
     return isinstance(value, Mapping) and "steps" in value
 
 

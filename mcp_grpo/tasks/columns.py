@@ -1,4 +1,4 @@
-"""Rows of JSON as a dataset: what one column of Arrow cannot hold is kept as JSON."""
+"""Convert rows of JSON to a dataset, with JSON for what one Arrow type cannot hold."""
 
 # `datasets` is not typed.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -15,7 +15,7 @@ _SCALARS: Mapping[type, str] = {str: "string", bool: "bool", int: "int64", float
 
 def dataset_from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     """
-    A dataset whose rows are equal to those given.
+    Make a dataset whose rows equal those given.
 
     Arrow has one type per column: it would refuse answers that are numbers in one row and lists in another, and give every
     object the keys of all others. Columns that hold more than one plain type are therefore stored as JSON, which the
@@ -63,7 +63,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_plain_prompt(value: Any) -> bool:
-    """Whether it is a list of messages with a role and a text each, and nothing more."""
+    """Tell whether it is a list of messages with only a role and a text."""
     if not isinstance(value, list) or not value:
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Reads tasks from files that were made for something else, and says what became of them."""
+"""Import tasks from files that were made for something else, and report how they were read."""
 
 # `datasets` is not typed.
 # pyright: reportMissingTypeStubs=false
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from mcp_grpo.errors import TaskFormatError
 from mcp_grpo.tasks.aliases import ALIASES, plain_text, read_aliases
 from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.tasks.loading import read_rows
-from mcp_grpo.tasks.rows import MAX_TURNS, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, refuse, row_problems, shown
+from mcp_grpo.tasks.rows import MAX_TURNS, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, few, refuse, row_problems, shown
 
 
 ANSWER_TYPES = ("number", "date", "name", "set", "list", "boolean", "refusal")
@@ -35,52 +35,21 @@ _MAX_ROWS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ImportReport:
-    """
-    What became of the columns and rows of a file. Its text, by `print` or `str`, says it all.
-
-    Args:
-        source (`str`):
-            The file.
-        num_rows (`int`):
-            Rows of the file.
-        num_tasks (`int`):
-            Rows that became tasks.
-        columns (`Mapping[str, Mapping[str, int]]`):
-            For each column of a task, the columns of the file that it came from and how many rows had it there.
-            `"input.question"` is the key `question` of the object in column `input`.
-        metadata (`Mapping[str, str]`):
-            Columns of the file that were kept as they are, and their names in the dataset.
-        lacking (`Mapping[str, tuple[str, ...]]`):
-            For each column of a task, the rows that have none.
-        unreadable (`Mapping[str, tuple[str, ...]]`):
-            For each column of a task, what was there in rows where it could not be understood and was left out.
-        unmatched (`tuple[str, ...]`):
-            Rows whose answer was kept, though [`~mcp_grpo.rewards.answer_match`] cannot compare with it.
-        unknown_difficulties (`tuple[str, ...]`):
-            Rows whose difficulty was kept, though it sets no limit on turns.
-        invented_ids (`tuple[str, ...]`):
-            Rows whose id was made from their content.
-        changed_ids (`tuple[str, ...]`):
-            Rows that had the id of another task and got one of their own.
-        duplicates (`tuple[str, ...]`):
-            Rows that were left out because an earlier one is the same.
-        refused (`tuple[str, ...]`):
-            Rows that were left out because they cannot be tasks, and why.
-    """
+    """Report on the columns and rows of an imported file. Print it to read it."""
 
     source: str
     num_rows: int
     num_tasks: int
     columns: Mapping[str, Mapping[str, int]]
-    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
-    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    unreadable: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    unmatched: tuple[str, ...] = ()
-    unknown_difficulties: tuple[str, ...] = ()
-    invented_ids: tuple[str, ...] = ()
-    changed_ids: tuple[str, ...] = ()
-    duplicates: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    metadata: Mapping[str, str]
+    lacking: Mapping[str, Sequence[str]]
+    unreadable: Mapping[str, Sequence[str]]
+    unmatched: Sequence[str]
+    unknown_difficulties: Sequence[str]
+    invented_ids: Sequence[str]
+    changed_ids: Sequence[str]
+    duplicates: Sequence[str]
+    refused: Sequence[str]
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -92,9 +61,9 @@ class ImportReport:
         for source, name in self.metadata.items():
             yield f"  {source!r} kept as metadata" + (f" under the name `{name}`" if name != source else "")
         for column, rows in self.lacking.items():
-            yield f"  no `{column}`: {_listed(rows)}"
+            yield f"  no `{column}`: {few(rows, _MAX_ROWS, '; ')}"
         for column, rows in self.unreadable.items():
-            yield f"  `{column}` not understood and left out: {_listed(rows)}"
+            yield f"  `{column}` not understood and left out: {few(rows, _MAX_ROWS, '; ')}"
         for title, rows in (
             (
                 "`answer` kept, but `answer_match` cannot compare with it: read it in a reward function of yours",
@@ -107,15 +76,15 @@ class ImportReport:
             ("left out, because it cannot be a task", self.refused),
         ):
             if rows:
-                yield f"  {title}: {_listed(rows)}"
+                yield f"  {title}: {few(rows, _MAX_ROWS, '; ')}"
 
 
 def import_tasks(path: str | Path, split: str | None = None) -> tuple[Dataset, ImportReport]:
     """
-    Make tasks of a file that names things in its own way.
+    Import tasks from a file with column names of its own.
 
-    What is there is mapped by the names it is usually given ([`ALIASES`]), at the top of a row or inside one object of it;
-    what is not known is kept as metadata. Only a row without anything to ask cannot be a task.
+    Columns are recognised by their usual names ([`ALIASES`]), at the top of a row or inside one of its objects; others are
+    kept as metadata. Only a row without a question cannot become a task.
 
     Args:
         path (`str` or `Path`):
@@ -124,7 +93,7 @@ def import_tasks(path: str | Path, split: str | None = None) -> tuple[Dataset, I
             Key of the list in a JSON file; needed if it has more than one, such as `{"train": [...], "validation": [...]}`.
 
     Returns:
-        `tuple[Dataset, ImportReport]`: The tasks, as [`load_tasks`] returns them, and what became of the file. Raises
+        `tuple[Dataset, ImportReport]`: The tasks, as [`load_tasks`] returns them, and a report on the file. Raises
         [`TaskFormatError`] if the file cannot be read, or no row of it can be a task.
 
     Example:
@@ -142,7 +111,6 @@ def import_tasks(path: str | Path, split: str | None = None) -> tuple[Dataset, I
     for number, row in enumerate(read.rows):
         importer.add(number, row)
     if not importer.rows:
-        # Both lists are of rows that cannot be tasks; there is nothing else to say.
         refuse(read.problems + importer.refused, repr(str(path)))
         raise TaskFormatError(f"The file {str(path)!r} holds no tasks.")
     report = importer.report(str(path), len(read.rows) + len(read.problems), read.problems)
@@ -197,14 +165,14 @@ class _Importer:
             num_tasks=len(self.rows),
             columns={column: dict(sources) for column, sources in self._columns.items() if sources},
             metadata=self._metadata,
-            lacking={column: tuple(rows) for column, rows in self._lacking.items()},
-            unreadable={column: tuple(rows) for column, rows in self._unreadable.items()},
-            unmatched=tuple(self._unmatched),
-            unknown_difficulties=tuple(self._unknown_difficulties),
-            invented_ids=tuple(self._invented),
-            changed_ids=tuple(self._changed),
-            duplicates=tuple(self._duplicates),
-            refused=tuple(f"{row}: {problem}" for row, problem in [*problems, *self.refused]),
+            lacking=self._lacking,
+            unreadable=self._unreadable,
+            unmatched=self._unmatched,
+            unknown_difficulties=self._unknown_difficulties,
+            invented_ids=self._invented,
+            changed_ids=self._changed,
+            duplicates=self._duplicates,
+            refused=[f"{row}: {problem}" for row, problem in [*problems, *self.refused]],
         )
 
     def _note(
@@ -223,7 +191,7 @@ class _Importer:
             self._unreadable.setdefault(column, []).append(f"{name} ({shown(value)})")
 
     def _kept(self, row: Mapping[str, Any], used: Any) -> dict[str, Any]:
-        """What was not mapped, with names that mean nothing else here."""
+        """Return the columns that were not mapped, under names that are not reserved."""
         paths = {part for path in used for part in path.split(" + ")}
         kept: dict[str, Any] = {}
         for source, value in row.items():
@@ -252,7 +220,7 @@ class _Importer:
 
 
 def _is_comparable(answer: Any) -> bool:
-    """Whether it looks like an answer to compare with: a value, a list of values, or an object that says its type."""
+    """Tell whether it looks like an answer to compare with: a value, a list of values, or an object with a type."""
     if isinstance(answer, Mapping):
         return cast("Mapping[str, Any]", answer).get("type") in ANSWER_TYPES
     if isinstance(answer, list):
@@ -265,7 +233,3 @@ def _is_comparable(answer: Any) -> bool:
 
 def _without(row: Mapping[str, Any], column: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != column}
-
-
-def _listed(rows: Sequence[str]) -> str:
-    return "; ".join(rows[:_MAX_ROWS]) + (f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else "")

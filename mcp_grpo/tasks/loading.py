@@ -1,4 +1,4 @@
-"""Reads tasks from files, folders and the Hub."""
+"""Load tasks from files, folders and the Hub."""
 
 # `datasets` and `pyarrow` are not typed.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -32,7 +32,7 @@ TaskSource = str | Path | Dataset | DatasetDict
 
 def load_tasks(source: TaskSource, split: str | None = None) -> Dataset:
     """
-    Load tasks to train on or to judge by.
+    Load tasks for training or evaluation.
 
     Args:
         source (`str`, `Path`, [`~datasets.Dataset`] or [`~datasets.DatasetDict`]):
@@ -40,7 +40,7 @@ def load_tasks(source: TaskSource, split: str | None = None) -> Dataset:
             name if there is only one), a JSON Lines file, a Parquet file, a folder written by `Dataset.save_to_disk`, the id of a dataset on the Hub,
             or a dataset.
         split (`str`, *optional*):
-            Which split, where the source has more than one.
+            Split, if the source has more than one.
 
     Returns:
         [`~datasets.Dataset`]: One task per row; see [`task_from_row`] for the columns. Values are as in the file, also
@@ -76,7 +76,7 @@ def load_tasks(source: TaskSource, split: str | None = None) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """What a file holds: its rows, what each is called in messages, and what could not be read."""
+    """The rows of a file, their names in messages, and what could not be read."""
 
     rows: list[Any]
     name_row: Callable[[int], str]
@@ -84,18 +84,7 @@ class SourceRows:
 
 
 def read_rows(path: Path, split: str | None = None) -> SourceRows:
-    """
-    Read the rows of a file, tasks or not.
-
-    Args:
-        path (`Path`):
-            A JSON, JSON Lines or Parquet file. Raises [`TaskFormatError`] if it is none.
-        split (`str`, *optional*):
-            Key of the list in a JSON file that has more than one.
-
-    Returns:
-        [`SourceRows`]: The rows, and what is wrong with lines that hold none.
-    """
+    """Read the rows of a file, tasks or not."""
     suffix = path.suffix.lower()
     if suffix != ".json":
         _refuse_split(path, split)
@@ -111,16 +100,7 @@ def read_rows(path: Path, split: str | None = None) -> SourceRows:
 
 
 def split_names(path: Path) -> list[str]:
-    """
-    Name the lists of a JSON file that has more than one.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `list[str]`: Their keys; none if there is only one list.
-    """
+    """Name the lists of a JSON file that has more than one."""
     if path.suffix.lower() != ".json":
         return []
     content = _json(path, _text(path))
@@ -147,18 +127,7 @@ def _load_file(path: Path, split: str | None) -> Dataset:
 
 
 def import_command(path: Path, split: str | None = None) -> str:
-    """
-    Return the command that makes tasks of a file which names things in its own way.
-
-    Args:
-        path (`Path`):
-            The file.
-        split (`str`, *optional*):
-            Which of its lists.
-
-    Returns:
-        `str`: The command, to be run in a shell.
-    """
+    """Return the command that imports a file with column names of its own."""
     output = path.with_name(f"{path.stem}_tasks.jsonl" if split is None else f"{path.stem}_{split}.jsonl")
     words = ["mcp-grpo", "tasks", "import", str(path), str(output), *(["--split", split] if split else [])]
     return shlex.join(words)
@@ -168,17 +137,14 @@ def _import_advice(path: Path, rows: Sequence[Any], split: str | None) -> str:
     wrong = [row for row in rows if row_problems(row)]
     if not any(map(is_importable, wrong[:_NUM_LOOKED_AT])):
         return ""
-    return (
-        "\nThe file looks like one that names things in its own way. Turn it into tasks first:\n  "
-        f"{import_command(path, split)}"
-    )
+    return f"\nThe file seems to have column names of its own. Import it first:\n  {import_command(path, split)}"
 
 
 def _warn_of_unread(path: Path, dataset: Dataset, split: str | None) -> None:
     unread = unread_columns(dataset.column_names)
     if unread:
         logger.warning(
-            "%r has no %s, but %s, which tasks do not read. If that is meant, turn the file into tasks first: %s",
+            "%r has no %s, but %s, which tasks do not read. To use them, import the file first: %s",
             str(path),
             ", ".join(f"`{column}`" for column in unread.values()),
             ", ".join(f"`{name}`" for name in unread),
@@ -232,7 +198,7 @@ def _json_rows(path: Path, text: str, split: str | None) -> SourceRows:
 
 
 def _lists(content: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The lists of rows in an object: that under a name which says so, or else all of them."""
+    """Return the lists of rows in an object: the one under a known key, or else all of them."""
     lists = {str(key): cast("list[Any]", value) for key, value in content.items() if isinstance(value, list)}
     for key in LIST_KEYS:
         if key in lists:

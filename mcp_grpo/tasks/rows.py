@@ -1,17 +1,18 @@
-"""Dataset rows as tasks."""
+"""Convert rows of a dataset to tasks."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from mcp_grpo.errors import TaskFormatError
-from mcp_grpo.types import Message, Task
+from mcp_grpo.types import Message, Task, UserTurn
 
 
 REQUIRED_COLUMNS = ("task_id", "prompt")
-OPTIONAL_COLUMNS = ("servers", "tools", "max_turns", "difficulty", "answer")
+OPTIONAL_COLUMNS = ("servers", "tools", "max_turns", "difficulty", "answer", "user_turns")
 MAX_TURNS = {"easy": 5, "medium": 8, "hard": 10}
-"""Limit on turns for each of these difficulties, where a row sets none."""
+"""Default limit on turns by difficulty."""
 
 _MAX_PROBLEMS = 50  # that differ, in one message
 _MAX_ROWS = 5  # named for one problem
@@ -19,28 +20,7 @@ _MAX_SHOWN = 200  # characters of a value in a message
 
 
 def task_from_row(row: Mapping[str, Any]) -> Task:
-    """
-    Read one row of a dataset as a task.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The row. `task_id` and `prompt` are required; `servers`, `tools`, `max_turns`, `difficulty` and `answer` are
-            optional; every other column goes into the task's `metadata`. A prompt that is a string is one message of
-            the user. Where `max_turns` is not set, the difficulties `"easy"`, `"medium"` and `"hard"` set it to 5, 8 and
-            10.
-
-    Returns:
-        [`Task`]: The task.
-
-    Raises:
-        [`TaskFormatError`]: If the row is not a task; the message names the columns and what to do.
-
-    Example:
-
-    ```python
-    task_from_row({"task_id": "capital", "prompt": "What is the capital of France?", "answer": "Paris"})
-    ```
-    """
+    """Read one row of a dataset as a task."""
     problems = row_problems(row)
     if problems:
         raise TaskFormatError(" ".join(problems))
@@ -71,18 +51,7 @@ def tasks_from_rows(rows: Iterable[Any], *, name_row: Callable[[int], str] | Non
 def checked_tasks(
     rows: Iterable[Any], *, name_row: Callable[[int], str] | None = None
 ) -> tuple[list[Task], list[tuple[str, str]]]:
-    """
-    Read every row of a dataset that is a task, and say what is wrong with the others.
-
-    Args:
-        rows (`Iterable[Mapping[str, Any]]`):
-            The rows.
-        name_row (`Callable[[int], str]`, *optional*):
-            Names a row by its index.
-
-    Returns:
-        `tuple[list[Task], list[tuple[str, str]]]`: The tasks, and the name of a row with each of its problems.
-    """
+    """Read every row that is a task, and return what is wrong with the others."""
     name_row = name_row or (lambda number: f"row {number}")
     tasks: list[Task] = []
     problems: list[tuple[str, str]] = []
@@ -102,23 +71,13 @@ def checked_tasks(
 
 
 def refuse(problems: Sequence[tuple[str, str]], source: str, advice: str = "") -> None:
-    """
-    Raise for all problems at once, if there are any.
-
-    Args:
-        problems (`Sequence[tuple[str, str]]`):
-            The name of a row with each of its problems. Rows with the same problem are named together.
-        source (`str`):
-            Where the rows come from, in words. Raises [`TaskFormatError`].
-        advice (`str`, *optional*):
-            What to do about all of them.
-    """
+    """Raise for all problems at once, if there are any."""
     if not problems:
         return
     rows_of: dict[str, list[str]] = {}
     for row, problem in problems:
         rows_of.setdefault(problem, []).append(row)
-    lines = [f"  - {_together(rows)}: {problem}" for problem, rows in rows_of.items()]
+    lines = [f"  - {few(rows, _MAX_ROWS)}: {problem}" for problem, rows in rows_of.items()]
     more = f"\n  and {len(lines) - _MAX_PROBLEMS} more" if len(lines) > _MAX_PROBLEMS else ""
     num_rows = len({row for row, _ in problems})
     are = "row of {} is not a task" if num_rows == 1 else "rows of {} are not tasks"
@@ -126,16 +85,7 @@ def refuse(problems: Sequence[tuple[str, str]], source: str, advice: str = "") -
 
 
 def row_problems(row: Any) -> list[str]:
-    """
-    Everything that is wrong with a row.
-
-    Args:
-        row (`Any`):
-            The row.
-
-    Returns:
-        `list[str]`: A sentence or two for each problem, with what to do; none if the row is a task.
-    """
+    """Return everything that is wrong with a row."""
     if not isinstance(row, Mapping):
         return [f"A task is an object with the columns `task_id` and `prompt`, got {shown(row)}."]
     columns = cast("Mapping[str, Any]", row)
@@ -153,14 +103,20 @@ def row_problems(row: Any) -> list[str]:
         names = columns.get(column)
         if names is not None and not _is_names(names):
             problems.append(f"`{column}` must be a list of names, or `None` for all, got {shown(names)}.")
+    problems += _user_turn_problems(columns.get("user_turns"))
     max_turns = columns.get("max_turns")
     if max_turns is not None and (isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1):
         problems.append(f"`max_turns` must be a whole number of at least 1, or `None`, got {shown(max_turns)}.")
     return problems
 
 
+def few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Join the first names, and count the others."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def shown(value: Any) -> str:
-    """A value, short enough for a message."""
+    """Return a value, shortened for a message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -178,12 +134,15 @@ def _task(row: Mapping[str, Any]) -> Task:
         max_turns=max_turns,
         difficulty=difficulty,
         answer=_settled(row.get("answer")),
+        user_turns=_user_turns(row.get("user_turns")),
         metadata={key: _settled(value) for key, value in row.items() if key not in known},
     )
 
 
 def _settled(value: Any) -> Any:
-    """The value that was stored: `datasets` decodes some numbers of JSON with the last bit wrong, 0.304688 among them."""
+    """
+    Round away a decoding error: `datasets` decodes some numbers of JSON, such as 0.304688, with the last bit wrong.
+    """
     if isinstance(value, float) and math.isfinite(value):
         short = float(f"{value:.15g}")
         return short if abs(short - value) <= 2 * math.ulp(value) else value
@@ -220,16 +179,47 @@ def _prompt_problems(prompt: Any) -> list[str]:
     return problems
 
 
+def _user_turn_problems(turns: Any) -> list[str]:
+    turns = _from_json(turns)
+    form = '`user_turns` is a list of further messages of the user, each a text or `{"content": "...", "tools": ["name"]}`'
+    if turns is None:
+        return []
+    if not isinstance(turns, list | tuple):
+        return [f"{form}; got {shown(cast('object', turns))}."]
+    return [
+        f"{form}; got {shown(turn)}."
+        for turn in cast("Sequence[Any]", turns)
+        if not _is_user_turn({"content": turn} if isinstance(turn, str) else turn)
+    ]
+
+
+def _is_user_turn(turn: Any) -> bool:
+    if not isinstance(turn, Mapping):
+        return False
+    given = cast("Mapping[str, Any]", turn)
+    tools = given.get("tools")
+    has_text = isinstance(given.get("content"), str) and bool(given["content"].strip())
+    return has_text and given.keys() <= {"content", "tools"} and (tools is None or _is_names(tools))
+
+
+def _user_turns(turns: Any) -> tuple[UserTurn, ...]:
+    given = [{"content": turn} if isinstance(turn, str) else turn for turn in _from_json(turns) or ()]
+    return tuple(UserTurn(content=turn["content"], tools=tuple(turn.get("tools") or ())) for turn in given)
+
+
+def _from_json(value: Any) -> Any:
+    """Read JSON text: a dataset gives all objects of a column the same keys, and all items of a list one type."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def _is_names(names: Any) -> bool:
     return isinstance(names, list | tuple) and all(isinstance(name, str) for name in cast("Sequence[Any]", names))
 
 
 def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
-
-
-def _together(rows: Sequence[str]) -> str:
-    if len(rows) == 1:
-        return rows[0]
-    named = ", ".join(rows[:_MAX_ROWS])
-    return named + (f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else "")

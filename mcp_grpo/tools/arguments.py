@@ -1,184 +1,119 @@
-"""Checks a call's arguments before they are sent, mends what may be mended, and says what is wrong with the rest."""
+"""Check a call's arguments before they are sent, repair what may be repaired, and explain what is wrong."""
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from jsonschema.exceptions import SchemaError, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
 from mcp.types import JSONRPCRequest
-from referencing import Registry
-from referencing.exceptions import Unresolvable
+
+from mcp_grpo.tools.schema_checks import UNUSABLE, Checker, matches
 
 
 MAX_PROBLEMS = 5
-MAX_PROBLEM_LENGTH = 200  # a message repeats the value that is wrong, and that value may be very long
-MAX_NUMBER_LENGTH = 40  # of a number that a repair repeats
-
-# The schema cannot be used after all: it refers to what is not there, to itself, or has a pattern of another dialect.
-SURELY_SHALLOW = 100  # brackets, of which the SDK can write as many inside each other
-
-_UNUSABLE = (Unresolvable, RecursionError, re.error, ArithmeticError, ValueError)
+MAX_VALUE_LENGTH = 40  # of a number that a repair repeats
+MAX_PROBLEM_LENGTH = 200  # a message repeats the wrong value, which may be very long
+SURELY_SHALLOW = 100  # brackets, which the SDK can write even if all are nested
 
 Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """
-    Arguments as they are to be sent.
-
-    Args:
-        arguments (`Mapping[str, Any]`):
-            The arguments, mended.
-        repairs (`tuple[str, ...]`, *optional*):
-            What was mended, one clause each.
-        refusal (`str`, *optional*):
-            A sentence for the policy that says why they cannot be sent, if they cannot.
-    """
+    """Arguments to send, a clause for each repair, and for the policy why they cannot be sent, if they cannot."""
 
     arguments: Mapping[str, Any]
     repairs: tuple[str, ...] = ()
     refusal: str | None = None
 
 
-def compiled(schema: Schema) -> Validator:
-    """
-    A validator for a tool's input schema.
-
-    Args:
-        schema (`Mapping[str, Any]`):
-            JSON schema of the arguments.
-
-    Returns:
-        `Validator`: It looks nothing up outside the schema. Raises `SchemaError` if the schema is not one.
-    """
-    kind = validator_for(schema, default=Draft202012Validator)
-    kind.check_schema(dict(schema))
-    return kind(schema, registry=Registry())  # the default one would fetch foreign references over the network
+def compiled(schema: Schema) -> Checker:
+    """Compile a tool's input schema. Raises `SchemaError` if it is not a schema, or cannot be read in a short time."""
+    return Checker(schema)
 
 
 def unsendable(arguments: Mapping[str, Any]) -> str | None:
     """
-    Why arguments cannot be written as JSON, if they cannot.
-
-    Args:
-        arguments (`Mapping[str, Any]`):
-            Arguments, as the policy wrote them. NaN, half of a surrogate pair, or hundreds of nested lists parse well but
-            cannot be sent, and could take the connection down with them.
-
-    Returns:
-        `str` or `None`: What is wrong, or `None`.
+    Return why arguments cannot be written as JSON, if they cannot: NaN, half a surrogate pair, or hundreds of nested lists
+    parse well, but could take the connection down.
     """
     try:
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)  # or NaN would silently arrive as null
         text.encode()
         if text.count("[") + text.count("{") > SURELY_SHALLOW:
-            params = {"_": {"_": {"_": dict(arguments)}}}  # deeper than the message will be, so that that fits too
+            params = {"_": {"_": {"_": dict(arguments)}}}  # deeper than the message will be
             JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=params).model_dump_json()
     except (ValueError, TypeError, RecursionError):
         return "the arguments are not valid JSON text, or nested too deeply"
     return None
 
 
-def problems(validator: Validator, arguments: Mapping[str, Any]) -> list[str]:
-    """
-    What is wrong with arguments.
-
-    Args:
-        validator (`Validator`):
-            From [`compiled`].
-        arguments (`Mapping[str, Any]`):
-            Arguments, as the policy wrote them.
-
-    Returns:
-        `list[str]`: One short clause per problem, at most a few; empty if there is none.
-    """
+def problems(checker: Checker, arguments: Mapping[str, Any]) -> list[str]:
+    """Return one short clause per problem, at most a few."""
     found: list[str] = []
     try:
-        for error in validator.iter_errors(dict(arguments)):
+        for error in checker.errors(arguments):
             found.extend(clause for clause in _clauses(error) if clause not in found)
             if len(found) > MAX_PROBLEMS:
                 return [*found[:MAX_PROBLEMS], "and more"]
-    except _UNUSABLE:
-        return []  # not the policy's doing, so the call goes to the server, which checks it anyway
+    except UNUSABLE:
+        return []  # not the policy's fault; the server checks the call anyway
     return found
 
 
 def renamed(arguments: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """
-    Take aliases for the arguments they mean.
-
-    Args:
-        arguments (`Mapping[str, Any]`):
-            Arguments, as the policy wrote them.
-        aliases (`Mapping[str, str]`):
-            Arguments by their aliases. Where both were written, the alias stays as it is.
-
-    Returns:
-        `tuple[dict[str, Any], list[str]]`: The arguments, and a clause per alias.
-    """
-    mended, repairs = dict(arguments), list[str]()
+    """Rename aliases to the arguments they stand for, unless both are given; return a clause for each."""
+    given, repairs = dict(arguments), list[str]()
     for alias in arguments:
         name = aliases.get(alias)
-        if name is not None and name not in mended:
-            mended[name] = mended.pop(alias)
+        if name is not None and name not in given:
+            given[name] = given.pop(alias)
             repairs.append(f"`{alias}` was taken for `{name}`")
-    return mended, repairs
+    return given, repairs
 
 
-def coerced(validator: Validator, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def coerced(checker: Checker, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
-    Read values of a wrong type as what they plainly spell: `"3"` as a number, `'["a"]'` as a list, 3 as a text.
-
-    Args:
-        validator (`Validator`):
-            From [`compiled`]. It has the last word: only what it finds wrong as written and right as read is changed.
-        arguments (`Mapping[str, Any]`):
-            Arguments that it finds something wrong with.
-
-    Returns:
-        `tuple[dict[str, Any], list[str]]`: The arguments, and a clause per argument that was changed.
+    Convert values of a wrong type to what they clearly spell: `"3"` to a number, `'["a"]'` to a list, 3 to a text. Only what
+    the schema finds wrong as written and right as converted is changed. Return a clause for each change.
     """
     try:
-        readings: dict[str, Any] = {}
-        for name, items in _wrong(validator, arguments).items():
-            reading = _reading_of_items(arguments[name], items)
-            if reading is not arguments[name]:
-                readings[name] = reading
-        for name in _wrong(validator, {**arguments, **readings}):
-            readings.pop(name, None)
-    except _UNUSABLE:
+        conversions: dict[str, Any] = {}
+        for name, items in _wrong(checker, arguments).items():
+            conversion = _converted_items(arguments[name], items)
+            if conversion is not arguments[name]:
+                conversions[name] = conversion
+        for name in _wrong(checker, {**arguments, **conversions}):
+            conversions.pop(name, None)
+    except UNUSABLE:
         return dict(arguments), []
-    repairs = [_repair(name, arguments[name], reading) for name, reading in readings.items()]
-    return {**arguments, **readings}, repairs
+    repairs = [_repair(name, arguments[name], conversion) for name, conversion in conversions.items()]
+    return {**arguments, **conversions}, repairs
 
 
-def _wrong(validator: Validator, arguments: Mapping[str, Any]) -> dict[str, set[int]]:
-    """The arguments whose values are wrong; of lists, the items that are, or none to say that the whole is."""
+def _wrong(checker: Checker, arguments: Mapping[str, Any]) -> dict[str, set[int]]:
+    """Return the arguments that are wrong; for a list, which items are, or none if the whole is."""
     found: dict[str, set[int]] = {}
-    for error in validator.iter_errors(dict(arguments)):
+    for error in checker.errors(arguments):
         name, *inner = error.absolute_path or (None,)
         if name is not None:
             found.setdefault(str(name), set()).update(step for step in inner[:1] if isinstance(step, int))
     return found
 
 
-def _reading_of_items(value: Any, items: set[int]) -> Any:
-    """A value, or the given items of a list, as what they spell; the very same object if that is what they are."""
+def _converted_items(value: Any, items: set[int]) -> Any:
+    """Convert a value, or the given items of a list; return the same object if nothing changes."""
     if not isinstance(value, list):
-        return _reading(value)
+        return _converted(value)
     values = cast("list[Any]", value)
-    read = [_reading(item) if not items or i in items else item for i, item in enumerate(values)]
+    read = [_converted(item) if not items or i in items else item for i, item in enumerate(values)]
     return read if any(new is not old for new, old in zip(read, values, strict=True)) else values
 
 
-def _reading(value: Any) -> Any:
-    """The other value that a text or a number spells; the very same object if it spells none."""
+def _converted(value: Any) -> Any:
+    """Convert a text or a number to the other value it spells; return the same object if there is none."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return json.dumps(value)
     if not isinstance(value, str):
@@ -206,24 +141,15 @@ def _repair(name: str, written: Any, read: Any) -> str:
 
 
 def _in_words(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if value is None:
+        return "null"
     text = json.dumps(value)
-    match value:
-        case None:
-            return "null"
-        case dict():
-            return "an object"
-        case list():
-            return "a list"
-        case bool():
-            return f"the boolean {text}"
-        case str():
-            return f"the text {text}"
-        case _ if len(text) > MAX_NUMBER_LENGTH:
-            return "a number"
-        case int():
-            return f"the integer {text}"
-        case _:
-            return f"the number {text}"
+    if len(text) > MAX_VALUE_LENGTH:
+        return "text" if isinstance(value, str) else "a number"
+    kind = "text" if isinstance(value, str) else "boolean" if isinstance(value, bool) else "number"
+    return f"the {'integer' if type(value) is int else kind} {text}"
 
 
 def _clauses(error: ValidationError) -> Iterator[str]:
@@ -238,7 +164,7 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         known: Schema = schema.get("properties", {})
         patterns: Schema = schema.get("patternProperties", {})
         for name in instance:
-            if name not in known and not any(re.search(pattern, name) for pattern in patterns):
+            if name not in known and not any(matches(pattern, name) for pattern in patterns):
                 yield f"`{'.'.join([*path, name])}` is not an argument"
     else:
         message = error.message
@@ -248,16 +174,7 @@ def _clauses(error: ValidationError) -> Iterator[str]:
 
 
 def signature(schema: Schema) -> str:
-    """
-    The arguments a schema asks for, in words.
-
-    Args:
-        schema (`Mapping[str, Any]`):
-            JSON schema of the arguments.
-
-    Returns:
-        `str`: Such as `"city (string, required), days (integer)"`; empty if there are none.
-    """
+    """Describe the arguments of a schema: `"city (string, required), days (integer)"`."""
     required: Any = schema.get("required")
     required = cast("list[Any]", required) if isinstance(required, list) else []
     return ", ".join(
@@ -267,16 +184,7 @@ def signature(schema: Schema) -> str:
 
 
 def properties(schema: Schema) -> Schema:
-    """
-    The arguments a schema names.
-
-    Args:
-        schema (`Mapping[str, Any]`):
-            JSON schema of the arguments, which need not be valid.
-
-    Returns:
-        `Mapping[str, Any]`: Their schemas by name.
-    """
+    """Return the schemas of the arguments by name; the schema need not be valid."""
     named: Any = schema.get("properties")
     return cast(Schema, named) if isinstance(named, Mapping) else {}
 

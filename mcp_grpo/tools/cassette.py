@@ -1,16 +1,16 @@
 """
 Recordings of tool calls: made with real servers, played back without them.
 
-A recording is a text file with one JSON object per line. The first line says which tools there were, each other line is
-one call:
+A recording is a text file with one JSON object per line. The first line lists the tools, each other line is one call:
 
 ```
 {"cassette": 1, "mcp_grpo": "0.1.0", "hash": "9f86...", "servers": {"weather": [{"name": "forecast", ...}]}}
 {"task": "t1", "attempt": 0, "call": 0, "server": "weather", "tool": "forecast", "arguments": {}, "result": {"text": "sun"}}
 ```
 
-A call of a `state_tool` also says what it came `after`: a hash of the trajectory's calls of that server that may have changed
-something. The first line then names the `state_tools`.
+A call of a `state_tool` also has `after`: a hash of the trajectory's earlier calls to that server that may have changed
+something, its set-up included. The first line then names the `state_tools`, and likewise the `setup_tools` and `user_tools`.
+A message of a user that is not the task's own is recorded like a call, of the server `(user)`; what that user called is not.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO, cast, get_args
@@ -30,7 +31,7 @@ import mcp.types as types
 from mcp_grpo.errors import CassetteError, ToolServerError
 from mcp_grpo.tools.catalog import Tool
 from mcp_grpo.tools.config import ServerConfig
-from mcp_grpo.tools.seat import Seat
+from mcp_grpo.tools.sessions.server import CallServer
 from mcp_grpo.types import ResultKind, ToolResult
 
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["record", "replay", "match", "cache"]
 
-VERSIONS = (1,)  # that can be read; the last one is written
+VERSION = 1
 MAX_SHOWN = 300  # characters of a call's arguments in a message
 
 Listed = Mapping[str, tuple[types.Tool, ...]]
@@ -50,20 +51,20 @@ class Cassette:
     """
     A recording of the tool calls of a run, to be made or to be played.
 
-    The trajectories of a task are told apart by the order in which they begin, and the calls of a trajectory by the order
-    in which they are made. A call that has no answer in the recording comes back as a server error: that is our fault,
-    not the policy's. Secrets of the servers are written as `***`.
+    The trajectories of a task are identified by the order in which they begin, and the calls of a trajectory by the order
+    in which they are made. A call without an answer in the recording returns a server error, since it is not the policy's
+    fault. Secrets of the servers are written as `***`.
 
     Args:
         path (`str` or `Path`):
             The file.
         mode (`str`):
-            `"record"`: servers answer, and all is written to a new file. `"replay"`: the file answers, and each trajectory
-            must make the calls that were recorded, in that order. `"match"`: the file answers calls of the same tool with
-            the same arguments, whoever makes them; several answers are played in their order, and the last is repeated. A
-            state is that of a trajectory that made the same calls of that server, those that only read left out.
-            `"cache"`: servers answer, but a tool of a shared server that says that it changes nothing (`readOnlyHint`) is
-            not asked the same thing twice, in this run or in a later one with the same file.
+            `"record"`: servers answer, and everything is written to a new file. `"replay"`: the file answers, and each
+            trajectory must make the recorded calls in the recorded order. `"match"`: the file answers calls of the same tool
+            with the same arguments, whoever makes them; several answers are played in order, and the last is repeated. A
+            state is that of a trajectory that made the same calls to that server, read-only ones aside. `"cache"`: servers
+            answer, but a read-only tool (`readOnlyHint`) of a shared server is not asked the same thing twice, in this run
+            or in a later one with the same file.
 
     Example:
 
@@ -81,7 +82,11 @@ class Cassette:
         self.mode: Mode = mode
         self._configs: dict[str, ServerConfig] = {}
         self._file: TextIO | None = None
-        self._header: _Header | None = None
+        self.listed: dict[str, tuple[types.Tool, ...]] = {}  # the recorded tools of each server; none for a new file
+        self.state_tools: dict[str, str] = {}  # by server
+        self.setup_tools: dict[str, str] = {}
+        self.user_tools: dict[str, list[str]] = {}
+        self._hash: str | None = None  # of the recorded tools
         self._is_torn = False
         self._size = 0  # without what is torn
         self._in_order: dict[tuple[str, int, int], tuple[_Call, ToolResult]] = {}
@@ -89,17 +94,17 @@ class Cassette:
         self._asking: dict[_Request, anyio.Event] = {}
         if mode == "record":
             self._refuse_to_overwrite()
-        elif mode != "cache" or _is_filled(self.path):
+        elif mode != "cache" or _has_content(self.path):
             self._read()
 
     @classmethod
     def for_rank(cls, path: str | Path, mode: Mode, rank: int) -> Self:
         """
-        The cassette of one of several processes, which must not share a file.
+        Make the cassette of one of several processes, which must not share a file.
 
         Args:
             path (`str` or `Path`):
-                The file of rank 0, such as `calls.jsonl`. That of rank 1 is then `calls.rank1.jsonl`.
+                The file of rank 0, such as `calls.jsonl`. That of rank 1 is `calls.rank1.jsonl`.
             mode (`str`):
                 See [`Cassette`].
             rank (`int`):
@@ -113,32 +118,13 @@ class Cassette:
 
     @property
     def needs_servers(self) -> bool:
-        """Whether servers answer, or else the file."""
+        """Return whether servers answer, and not the file."""
         return self.mode in ("record", "cache")
-
-    @property
-    def listed(self) -> dict[str, tuple[types.Tool, ...]]:
-        """The tools of each server at the time of the recording; none for a file that is still to be made."""
-        return dict(self._header.servers) if self._header is not None else {}
-
-    @property
-    def state_tools(self) -> dict[str, str]:
-        """The `state_tool` of each server that had one at the time of the recording."""
-        return dict(self._header.state_tools) if self._header is not None else {}
 
     def open(self, listed: Listed, configs: Iterable[ServerConfig], catalog_hash: str) -> None:
         """
-        Make ready for the calls of a run.
-
-        Args:
-            listed (`Mapping[str, tuple[mcp.types.Tool, ...]]`):
-                The tools of each server.
-            configs (`Iterable[ServerConfig]`):
-                The servers, for their secrets. When the file answers they may be left out; arguments are then looked up
-                as they are.
-            catalog_hash (`str`):
-                What [`Catalog.hash`] says of the tools. Raises [`CassetteError`] if a cache was made with other tools, or a
-                recording without a `state_tool` that a server has now.
+        Prepare for the calls of a run with these tools. Secrets are those of `configs`; without them, arguments are looked
+        up as they are. Raises [`CassetteError`] if the tools do not fit those of the file.
         """
         configs = tuple(configs)
         self._configs = {config.name: config for config in configs}
@@ -147,63 +133,55 @@ class Cassette:
             return
         if self.mode == "record":
             self._refuse_to_overwrite()
-        if self._header is not None and self._header.hash != catalog_hash:
+        if self._hash not in (None, catalog_hash):
             raise CassetteError(
                 f"The tools of the servers have changed since the cache {str(self.path)!r} was made: their hash was "
-                f"{self._header.hash!r} and is {catalog_hash!r}. Delete the file, or name another one."
+                f"{self._hash!r} and is {catalog_hash!r}. Delete the file, or use another one."
             )
         self._file = self._opened()
-        if self._header is None:
-            state_tools = {config.name: config.state_tool for config in configs if config.state_tool is not None}
-            self._header = _Header(hash=catalog_hash, servers=dict(listed), state_tools=state_tools)
-            self._write(self._header.as_json())
+        if self._hash is None:
+            self._hash = catalog_hash
+            self.listed = dict(listed)
+            self.state_tools = {config.name: config.state_tool for config in configs if config.state_tool is not None}
+            self.setup_tools = {config.name: config.setup_tool for config in configs if config.setup_tool is not None}
+            self.user_tools = {config.name: list(config.user_tools) for config in configs if config.user_tools}
+            self._write_header()
 
-    def seat(self, server: str, seat: Seat | None, task_id: str, attempt: int, counter: Iterator[int]) -> Seat:
+    def wrap(
+        self, server: str, call_server: CallServer | None, task_id: str, attempt: int, numbers: Iterator[int]
+    ) -> CallServer:
         """
-        A trajectory's seat at a server, with the recording in between or in its place.
-
-        Args:
-            server (`str`):
-                Name of the server.
-            seat ([`Seat`], *optional*):
-                The seat at the real server, where there is one.
-            task_id (`str`):
-                The task of the trajectory.
-            attempt (`int`):
-                Index of the trajectory among those of its task, from 0.
-            counter (`Iterator[int]`):
-                Numbers the calls of the trajectory, from 0; all its seats share one.
-
-        Returns:
-            [`Seat`]: What the trajectory calls.
+        Wrap one trajectory's calls to a server, or replace them where `call_server` is `None`. `attempt` is the index of the
+        trajectory among those of its task, and `numbers` counts its calls to all servers.
         """
-
         state_tool, changes = self.state_tools.get(server), hashlib.sha256()
 
         async def answer(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-            is_state = tool.tool == state_tool
             call = _Call(
                 task=task_id,
                 attempt=attempt,
-                call=next(counter),  # before anything is awaited: the calls of a turn run at the same time
+                call=next(numbers),  # before anything is awaited: the calls of a turn run concurrently
                 server=server,
                 tool=tool.tool,
                 arguments=self._hide_secrets(server, dict(arguments)),
-                after=changes.hexdigest() if is_state else None,
+                after=changes.hexdigest() if tool.tool == state_tool else None,
             )
             if not tool.is_read_only:
                 changes.update(json.dumps(call.request).encode())
+            if self.mode == "replay":
+                return self._replayed(call)
+            if self.mode == "match":
+                return self._matched(call)
+            assert call_server is not None
+            ask = partial(call_server, tool, arguments)
+            if self.mode == "record":
+                return await self._recorded(call, ask)
+            return await (self._cached(call, ask) if self._is_cacheable(tool) else ask())
 
-            def ask() -> Awaitable[ToolResult]:
-                assert seat is not None
-                return seat.call(tool, arguments)
-
-            return await self._answer(call, tool, ask)
-
-        return _CassetteSeat(answer)
+        return answer
 
     def close(self) -> None:
-        """Close the file. Calls that end after this are not recorded."""
+        """Close the file. Calls that end later are not recorded."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -212,19 +190,8 @@ class Cassette:
         config = self._configs.get(server)
         return value if config is None else config.hide_secrets(value)
 
-    async def _answer(self, call: "_Call", tool: Tool, ask: _Ask) -> ToolResult:
-        match self.mode:
-            case "record":
-                return await self._recorded(call, ask)
-            case "replay":
-                return self._replayed(call)
-            case "match":
-                return self._matched(call)
-            case "cache":
-                return await (self._cached(call, ask) if self._is_cached(tool) else ask())
-
-    def _is_cached(self, tool: Tool) -> bool:
-        """Whether the same question has the same answer: not if trajectories have each their own state to read."""
+    def _is_cacheable(self, tool: Tool) -> bool:
+        """Return whether the same call has the same answer: not where each trajectory has its own state."""
         config = self._configs.get(tool.server)
         return tool.is_read_only and (config is None or config.isolation == "shared")
 
@@ -241,7 +208,7 @@ class Cassette:
         advice = "Replay with the policy, the seed and the settings of the recording, or use mode 'match'."
         if call.place not in self._in_order:
             num_calls = sum(place[:2] == call.place[:2] for place in self._in_order)
-            return self._without_answer(call, f"it has {num_calls} calls of that attempt, and not this one. {advice}")
+            return self._without_answer(call, f"it has {num_calls} calls of that attempt, but not this one. {advice}")
         recorded, result = self._in_order[call.place]
         if recorded.request != call.request:
             return self._without_answer(call, f"what was recorded there is {recorded.shown}. {advice}")
@@ -251,17 +218,17 @@ class Cassette:
         results = self._by_request.get(call.request)
         if results is None and call.after is not None:
             return self._without_answer(
-                call, "no trajectory in it made the same calls of that server. Record such a one."
+                call, "no trajectory in it made the same calls to that server. Record one that does."
             )
         if results is None:
             others = sum(request[:2] == call.request[:2] for request in self._by_request)
-            return self._without_answer(call, f"it has that tool with {others} other arguments. Record such a call.")
+            return self._without_answer(call, f"it has that tool with {others} other arguments. Record this call.")
         return results.popleft() if len(results) > 1 else results[0]
 
     async def _cached(self, call: "_Call", ask: _Ask) -> ToolResult:
         request = call.request
         if (under_way := self._asking.get(request)) is not None:
-            await under_way.wait()  # trajectories of a group begin alike; if this one fails, each asks for itself
+            await under_way.wait()  # trajectories of a group begin alike; if this fails, each asks for itself
         if (results := self._by_request.get(request)) is not None:
             return results[-1]
         answered = self._asking[request] = anyio.Event()
@@ -288,12 +255,25 @@ class Cassette:
             text=self._hide_secrets(call.server, result.text),
             structured=self._hide_secrets(call.server, result.structured),
         )
-        self._write(call.as_json() | {"result": _result_as_json(hidden)})
+        content = {name: value for name, value in asdict(call).items() if name != "after" or value is not None}
+        # Of the result, only what differs from its default; the call names the server.
+        values = {field: getattr(hidden, field.name) for field in fields(hidden) if field.name != "server"}
+        content["result"] = {field.name: value for field, value in values.items() if value != field.default}
+        self._write(content)
+
+    def _write_header(self) -> None:
+        servers = {
+            server: [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in tools]
+            for server, tools in self.listed.items()
+        }
+        header = {"cassette": VERSION, "mcp_grpo": version("mcp-grpo"), "hash": self._hash, "servers": servers}
+        named = {"state_tools": self.state_tools, "setup_tools": self.setup_tools, "user_tools": self.user_tools}
+        self._write(header | {name: tools for name, tools in named.items() if tools})
 
     def _write(self, content: Mapping[str, Any]) -> None:
         if self._file is not None:
-            # In ASCII, because JSON may hold halves of surrogate pairs, which UTF-8 cannot. Flushed, so that a run that is
-            # killed loses no more than a line.
+            # ASCII, because JSON may hold halves of surrogate pairs, which UTF-8 cannot. Flushed, so that a killed run loses
+            # at most a line.
             self._file.write(json.dumps(content) + "\n")
             self._file.flush()
 
@@ -305,26 +285,22 @@ class Cassette:
             return self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise CassetteError(
-                f"The recording {str(self.path)!r} cannot be written: {error.strerror}. Name a file that can."
+                f"The recording {str(self.path)!r} cannot be written: {error.strerror}. Use another file."
             ) from error
 
     def _refuse_to_overwrite(self) -> None:
-        if _is_filled(self.path):
+        if _has_content(self.path):
             raise CassetteError(
-                f"There is a recording {str(self.path)!r} already. Delete it, name another file, or play it with mode "
+                f"There is a recording {str(self.path)!r} already. Delete it, use another file, or play it with mode "
                 f"'replay' or 'match'."
             )
 
     def _refuse_without_states(self) -> None:
         for name, config in self._configs.items():
-            if (
-                config.state_tool is not None
-                and name in self.listed
-                and config.state_tool != self.state_tools.get(name)
-            ):
+            if name in self.listed and config.state_tool not in (None, self.state_tools.get(name)):
                 raise CassetteError(
                     f"The recording {str(self.path)!r} was made without the `state_tool` {config.state_tool!r} of server "
-                    f"{name!r}. Record anew, or leave the option out."
+                    f"{name!r}. Record again, or remove the option."
                 )
 
     def _read(self) -> None:
@@ -334,8 +310,8 @@ class Cassette:
                     if not line.endswith(b"\n"):
                         self._is_torn = True
                         logger.warning(
-                            "The last line of the recording %r is cut off, as when a run is killed, and is left out. If it "
-                            "is whole, end it with a newline.",
+                            "The last line of the recording %r is cut off, as after a killed run, and is ignored. If it is "
+                            "complete, end it with a newline.",
                             str(self.path),
                         )
                         break
@@ -346,74 +322,54 @@ class Cassette:
                 f"The recording {str(self.path)!r} cannot be read: {error.strerror}. Check the path, and make the recording "
                 f"first, with mode 'record'. Each process of a run has a file of its own."
             ) from error
-        if self._header is None:
+        if self._hash is None:
             raise CassetteError(
-                f"The recording {str(self.path)!r} holds nothing, not even a whole first line. Delete it and record anew."
+                f"The recording {str(self.path)!r} holds nothing, not even a complete first line. Delete it and record again."
             )
 
     def _read_line(self, line: bytes, number: int) -> None:
         try:
             content = json.loads(line)
-            if self._header is None:
-                self._header = self._read_header(content)
+            if self._hash is None:
+                self._read_header(content)
             else:
                 call, result = _read_call(content)
                 if self.mode == "replay":
                     self._in_order[call.place] = (call, result)
                 elif self.mode == "match" or _is_kept(result):
                     self._by_request.setdefault(call.request, deque()).append(result)
+        except CassetteError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, CassetteError):
-                raise
             raise CassetteError(
-                f"Line {number} of the recording {str(self.path)!r} cannot be understood: {type(error).__name__}: {error}. "
-                f"It begins with {line[:60]!r}. Mend it if it was edited, or record anew."
+                f"Line {number} of the recording {str(self.path)!r} cannot be parsed: {type(error).__name__}: {error}. "
+                f"It begins with {line[:60]!r}. Fix it if it was edited, or record again."
             ) from error
 
-    def _read_header(self, content: Any) -> "_Header":
+    def _read_header(self, content: Any) -> None:
         header = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
         found = header.get("cassette")
         if found is None:
             raise CassetteError(
-                f"The file {str(self.path)!r} is not a recording of tool calls: its first line is no header with a "
-                f"version. Check the path."
+                f"The file {str(self.path)!r} is not a recording of tool calls: its first line is not a header with "
+                f"a version. Check the path."
             )
-        if found not in VERSIONS:
+        if found != VERSION:
             raise CassetteError(
-                f"The recording {str(self.path)!r} is of version {found!r}; this version of mcp_grpo knows {VERSIONS}. "
-                f"Use the one that made it, which is {header.get('mcp_grpo')!r}, or record anew."
+                f"The recording {str(self.path)!r} has version {found!r}; this version of mcp_grpo reads {VERSION}. "
+                f"Use the mcp_grpo that made it, {header.get('mcp_grpo')!r}, or record again."
             )
-        return _Header.from_json(header)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    """The first line."""
-
-    hash: str
-    servers: dict[str, tuple[types.Tool, ...]]
-    state_tools: dict[str, str]
-
-    def as_json(self) -> dict[str, Any]:
-        servers = {
-            server: [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in tools]
-            for server, tools in self.servers.items()
-        }
-        header = {"cassette": VERSIONS[-1], "mcp_grpo": version("mcp-grpo"), "hash": self.hash, "servers": servers}
-        return header | ({"state_tools": self.state_tools} if self.state_tools else {})
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "_Header":
-        servers = {
-            server: tuple(types.Tool.model_validate(tool) for tool in tools)
-            for server, tools in content["servers"].items()
-        }
-        return cls(hash=content["hash"], servers=servers, state_tools=dict(content.get("state_tools", {})))
+        for server, tools in header["servers"].items():
+            self.listed[server] = tuple(types.Tool.model_validate(tool) for tool in tools)
+        self.state_tools = dict(header.get("state_tools", {}))
+        self.setup_tools = dict(header.get("setup_tools", {}))
+        self.user_tools = dict(header.get("user_tools", {}))
+        self._hash = header["hash"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """Any other line, but for the result."""
+    """Any other line, without its result."""
 
     task: str
     attempt: int
@@ -423,37 +379,22 @@ class _Call:
     arguments: dict[str, Any]
     after: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        content = asdict(self)
-        if self.after is None:
-            del content["after"]
-        return content
-
     @property
     def place(self) -> tuple[str, int, int]:
-        """Where in a run it was made."""
+        """Position in a run."""
         return self.task, self.attempt, self.call
 
     @property
     def request(self) -> _Request:
-        """What it asks for."""
+        """Server, tool, arguments and earlier changes: what it asks for, as a key."""
         return self.server, self.tool, json.dumps(self.arguments, sort_keys=True, ensure_ascii=False), self.after
 
     @property
     def shown(self) -> str:
-        """What it asks for, in words."""
+        """Description of what it asks for."""
         arguments = json.dumps(self.arguments, ensure_ascii=False)
         arguments = arguments if len(arguments) <= MAX_SHOWN else f"{arguments[:MAX_SHOWN]}..."
         return f"`{self.tool}` of server {self.server!r} with {arguments}"
-
-
-@dataclass(frozen=True, slots=True)
-class _CassetteSeat:
-    answer: Callable[[Tool, Mapping[str, Any]], Awaitable[ToolResult]]
-
-    async def call(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-        """See [`Seat.call`]."""
-        return await self.answer(tool, arguments)
 
 
 def _read_call(content: dict[str, Any]) -> tuple[_Call, ToolResult]:
@@ -464,16 +405,10 @@ def _read_call(content: dict[str, Any]) -> tuple[_Call, ToolResult]:
     return call, ToolResult(**result, server=call.server)
 
 
-def _result_as_json(result: ToolResult) -> dict[str, Any]:
-    """All that is not as usual. The server is named by the call."""
-    values = {field: getattr(result, field.name) for field in fields(result) if field.name != "server"}
-    return {field.name: value for field, value in values.items() if value != field.default}
-
-
 def _is_kept(result: ToolResult) -> bool:
-    """Whether a cache may give this answer again: it is the tool's own, and not a failure on the way to it."""
+    """Return whether a cache may repeat this answer: it is the tool's own, not a failure on the way."""
     return result.kind in (ResultKind.OK, ResultKind.TOOL_ERROR)
 
 
-def _is_filled(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0

@@ -1,17 +1,16 @@
-"""The tools of all open servers: listed once, frozen for the run, and the names the prompt gives them."""
+"""The tools of all open servers, listed once and frozen for the run, and their names in the prompt."""
 
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import mcp.types as types
-from jsonschema.protocols import Validator
 
 from mcp_grpo.errors import CatalogError
 from mcp_grpo.tools.arguments import (
@@ -27,15 +26,20 @@ from mcp_grpo.tools.arguments import (
 )
 from mcp_grpo.tools.config import ServerConfig
 from mcp_grpo.tools.names import MAX_NAMES, nearest_first, ranked, shortlist
+from mcp_grpo.tools.schema_checks import Checker
 from mcp_grpo.types import Task
 
 
 logger = logging.getLogger(__name__)
 
-_MAX_NEAREST = 3  # names that may have been meant by another
-_MAX_TASKS = 3  # named for one mismatch
+ALL = "*"  # in `read_only_tools`
+_MAX_COMPILED = (
+    100  # schemas when servers are opened; others when their tool is called, since each takes a millisecond
+)
+_MAX_NEAREST = 3  # suggestions for a wrong name
+_MAX_TASKS = 3  # listed per mismatch
 _MAX_MISMATCHES = 50  # in one message
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # what function names in prompts are made of
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # of functions in prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +59,13 @@ class Tool:
         input_schema (`dict[str, Any]`):
             JSON schema of its arguments.
         aliases (`Mapping[str, str]`, *optional*):
-            Its arguments by the other names that are taken for them.
+            Arguments by their alternative names.
         coerces (`bool`, *optional*, defaults to `False`):
-            Whether a value of a wrong type is read as what it plainly spells.
+            Whether values of a wrong type are converted to what they clearly spell.
         is_read_only (`bool`, *optional*, defaults to `False`):
-            Whether it says that it changes nothing.
+            Whether it declares that it changes nothing.
         is_repeatable (`bool`, *optional*, defaults to `False`):
-            Whether calling it twice does no more than calling it once.
+            Whether calling it twice is the same as calling it once.
     """
 
     name: str
@@ -76,7 +80,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """Return the tool in the form that chat templates take."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.input_schema},
@@ -84,47 +88,52 @@ class Tool:
 
     def prepare(self, arguments: Mapping[str, Any]) -> Prepared:
         """
-        Make arguments ready to be sent, or say why they cannot be.
+        Prepare arguments to be sent, or explain why they cannot be.
 
         Args:
             arguments (`Mapping[str, Any]`):
                 Arguments, as the policy wrote them.
 
         Returns:
-            [`Prepared`]: The arguments, what was mended in them, and what is still wrong with them.
+            [`Prepared`]: The arguments, what was changed in them, and what is still wrong with them.
         """
         if (problem := unsendable(arguments)) is not None:
             return Prepared(arguments=arguments, refusal=f"{problem}; {self.usage}")
         repairs: list[str] = []
         if self.aliases and not self.aliases.keys().isdisjoint(arguments):
             arguments, repairs = renamed(arguments, self.aliases)
-        validator = self._validator
-        found = problems(validator, arguments) if validator is not None else None
-        if found and validator is not None and self.coerces:
-            arguments, read = coerced(validator, arguments)
+        checker = self._checker
+        found = problems(checker, arguments) if checker is not None else None
+        if found and checker is not None and self.coerces:
+            arguments, read = coerced(checker, arguments)
             repairs += read
-            found = problems(validator, arguments) if read else found
+            found = problems(checker, arguments) if read else found
         refusal = f"{'; '.join(found)}; {self.usage}" if found else None
         return Prepared(arguments=arguments, repairs=tuple(repairs), refusal=refusal)
 
     @cached_property
     def usage(self) -> str:
-        """The arguments it takes, in words."""
+        """Description of its arguments."""
         arguments = signature(self.input_schema)
         return f"the arguments of `{self.name}` are: {arguments}" if arguments else f"`{self.name}` takes no arguments"
 
     @property
     def is_checked(self) -> bool:
-        """Whether arguments are checked before they are sent, which takes a valid schema."""
-        return self._validator is not None
+        """Return whether arguments are checked before they are sent, which needs a valid schema."""
+        return self._checker is not None
 
     @cached_property
-    def _validator(self) -> Validator | None:
+    def _checker(self) -> Checker | None:
         try:
             return compiled(self.input_schema)
         except SchemaError:
-            # Going on without the check is the safe side: the server checks by itself, so nothing wrong gets through.
-            # Refusing would blame the policy for the server's schema, or stop a run for a tool that no task may use.
+            # The server checks too, so nothing wrong gets through. Refusing would blame the policy for the server's
+            # schema, or stop a run for a tool that no task may use.
+            logger.warning(
+                "The input schema of tool %r of server %r is not valid; only the server checks its arguments.",
+                self.tool,
+                self.server,
+            )
             return None
 
 
@@ -133,34 +142,29 @@ class Catalog:
     """
     All tools of a pool.
 
-    A tool is called by its bare name where no other server has one of that name, and by `server__tool` where one has.
+    A tool is called by its own name if no other server has a tool of that name, and by `server__tool` otherwise.
 
     Args:
         servers (`tuple[str, ...]`):
             Names of the servers.
         tools (`tuple[Tool, ...]`):
             Their tools, in the order of the servers.
+        user_tools (`tuple[Tool, ...]`, *optional*):
+            Tools that only users may call.
     """
 
     servers: tuple[str, ...]
     tools: tuple[Tool, ...]
+    user_tools: tuple[Tool, ...] = ()
 
     @classmethod
     def from_servers(
-        cls, listed: Mapping[str, Sequence[types.Tool]], configs: Iterable[ServerConfig] = ()
+        cls,
+        listed: Mapping[str, Sequence[types.Tool]],
+        configs: Iterable[ServerConfig] = (),
+        user_tools: Mapping[str, Collection[str]] | None = None,
     ) -> "Catalog":
-        """
-        Name the tools of several servers.
-
-        Args:
-            listed (`Mapping[str, Sequence[mcp.types.Tool]]`):
-                What each server offers, from [`offered_tools`].
-            configs (`Iterable[ServerConfig]`, *optional*):
-                The servers, for how their tools may be used.
-
-        Returns:
-            [`Catalog`]: The catalog.
-        """
+        """Make the catalog of what each server offers, with the options of its configuration; `user_tools` are by server."""
         by_name = {config.name: config for config in configs}
         bare = Counter(_prompt_name(tool.name) for tools in listed.values() for tool in tools)
         tools = tuple(
@@ -179,35 +183,50 @@ class Catalog:
                 owners = [f"{other.server}: {other.tool}" for other in tools if other.name == tool.name]
                 raise CatalogError(
                     f"The name {tool.name!r} would mean {len(owners)} tools: {owners}. "
-                    f"Rename a server, or leave one of them out with `allowed_tools`."
+                    f"Rename a server, or exclude one of them with `allowed_tools`."
                 )
-            if not tool.is_checked:
-                logger.warning(
-                    "The input schema of tool %r of server %r is not valid; its arguments are left to the server to check.",
-                    tool.tool,
-                    tool.server,
-                )
-        return cls(servers=tuple(listed), tools=tools)
+        for tool in tools[:_MAX_COMPILED]:
+            _ = tool.is_checked  # reports it now
+        is_of_user = [tool.tool in (user_tools or {}).get(tool.server, ()) for tool in tools]
+        return cls(
+            servers=tuple(listed),
+            tools=tuple(tool for tool, is_hidden in zip(tools, is_of_user, strict=True) if not is_hidden),
+            user_tools=tuple(tool for tool, is_hidden in zip(tools, is_of_user, strict=True) if is_hidden),
+        )
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of all that a prompt shows: names, descriptions and schemas."""
+        """SHA-256 of what a prompt shows: names, descriptions and schemas."""
         shown = [tool.schema for tool in self.tools]
         return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
     def tools_for(self, task: Task) -> tuple[Tool, ...]:
         """
-        The tools a task may use.
+        Return the tools a task may use at first: without those that a later message of the user brings.
 
         Args:
             task ([`Task`]):
-                Names its servers and tools; a tool by its name in the prompt, or by its bare name where only one of
-                the task's servers has it.
+                Names its servers and tools; a tool by its name in the prompt, or by its name on the server where only one
+                of the task's servers has it.
 
         Returns:
             `tuple[Tool, ...]`: In the order of the catalog.
         """
+        later = set(self.later_tools(task))
+        return tuple(tool for tool in self._chosen(task) if tool.name not in later)
+
+    def later_tools(self, task: Task) -> dict[str, Tool]:
+        """Return the tools that messages of the user bring, by their names in the prompt."""
         self.check(task)
+        offered, names = self._offered(task), dict.fromkeys(name for turn in task.user_turns for name in turn.tools)
+        return {tool.name: tool for name in names for tool in _found(name, offered)}
+
+    def all_tools_for(self, task: Task) -> tuple[Tool, ...]:
+        """Return the tools a task may use at any time, in the order of the catalog."""
+        chosen = {tool.name for tool in self._chosen(task)} | set(self.later_tools(task))
+        return tuple(tool for tool in self.tools if tool.name in chosen)
+
+    def _chosen(self, task: Task) -> tuple[Tool, ...]:
         offered = self._offered(task)
         if task.tools is None:
             return offered
@@ -216,49 +235,40 @@ class Catalog:
 
     def check(self, *tasks: Task) -> None:
         """
-        Refuse tasks that name what does not exist.
+        Refuse tasks that name servers or tools that do not exist.
 
         Args:
             tasks ([`Task`]):
                 Tasks to check.
 
         Raises:
-            [`CatalogError`]: If there is such a task; the message is that of [`mismatches`], and lists what exists.
+            [`CatalogError`]: If there is such a task.
         """
         if found := self.mismatches(tasks):
-            raise CatalogError(self.told(found))
+            raise CatalogError(self.describe(found))
 
     def mismatches(self, tasks: Iterable[Task], calls: Callable[[Task], Iterable[str]] | None = None) -> list[str]:
         """
-        Compare all that tasks name with what exists.
+        Find the names in tasks that do not exist.
 
         Args:
             tasks (`Iterable[Task]`):
                 Tasks to check.
             calls (`Callable[[Task], Iterable[str]]`, *optional*):
-                Gives the tools that a task's own script calls, which must be among those it may use.
+                Returns the tools that a task's own script calls, which must be among those it may use.
 
         Returns:
-            `list[str]`: One clause for each name that means nothing, with the number of tasks that have it, the first of
-            them, and the nearest names that exist.
+            `list[str]`: One clause for each wrong name, with the number of tasks that have it, the first of them, and the
+            nearest existing names.
         """
-        tasks_of: dict[_Wrong, list[str]] = {}
+        tasks_of: dict[_WrongName, list[str]] = {}
         for task in tasks:
-            for wrong in self._wrong(task, () if calls is None else calls(task)):
+            for wrong in self._wrong_names(task, () if calls is None else calls(task)):
                 tasks_of.setdefault(wrong, []).append(task.task_id)
-        return [self._told(wrong, task_ids) for wrong, task_ids in tasks_of.items()]
+        return [self._describe(wrong, task_ids) for wrong, task_ids in tasks_of.items()]
 
-    def told(self, mismatches: Sequence[str]) -> str:
-        """
-        Tell of mismatches in one message.
-
-        Args:
-            mismatches (`Sequence[str]`):
-                What [`mismatches`] has found.
-
-        Returns:
-            `str`: A line for each, and what exists.
-        """
+    def describe(self, mismatches: Sequence[str]) -> str:
+        """Write what [`mismatches`] found as one message, with the names that exist."""
         count = "1 name in the tasks does" if len(mismatches) == 1 else f"{len(mismatches)} names in the tasks do"
         lines = "".join(f"\n  - {mismatch}" for mismatch in mismatches[:_MAX_MISMATCHES])
         more = len(mismatches) - _MAX_MISMATCHES
@@ -271,23 +281,25 @@ class Catalog:
         servers = self.servers if task.servers is None else task.servers
         return tuple(tool for tool in self.tools if tool.server in servers)
 
-    def _wrong(self, task: Task, calls: Iterable[str]) -> Iterator["_Wrong"]:
-        """All names of one task that mean nothing, or more than one thing."""
+    def _wrong_names(self, task: Task, calls: Iterable[str]) -> Iterator["_WrongName"]:
+        """Yield the names of one task that do not exist or are ambiguous."""
         unknown = [server for server in dict.fromkeys(task.servers or ()) if server not in self.servers]
-        yield from (_Wrong("server", server) for server in unknown)
+        yield from (_WrongName("server", server) for server in unknown)
         if unknown and not any(server in self.servers for server in task.servers or ()):
-            task = replace(task, servers=None)  # what its tools could be is not known; that they exist can be
+            task = replace(task, servers=None)  # at least its tools must exist somewhere
         offered = self._offered(task)
         usable = offered if task.tools is None else [t for name in task.tools for t in _found(name, offered)]
-        for name in dict.fromkeys(task.tools or ()):
+        later = [name for turn in task.user_turns for name in turn.tools]
+        usable = [*usable, *(tool for name in later for tool in _found(name, offered))]
+        for name in dict.fromkeys([*(task.tools or ()), *later]):
             if len(_found(name, offered)) != 1:
-                yield _Wrong("tool", name, task.servers)
+                yield _WrongName("tool", name, task.servers)
         for name in dict.fromkeys(calls):
-            # What is wrong in `tools` has been said, and a script may well call it.
-            if name not in {tool.name for tool in usable} and name not in (task.tools or ()):
-                yield _Wrong("solution", name, task.servers)
+            # A wrong name in `tools` was reported above.
+            if name not in {tool.name for tool in usable} and name not in (*(task.tools or ()), *later):
+                yield _WrongName("solution", name, task.servers)
 
-    def _told(self, wrong: "_Wrong", task_ids: Sequence[str]) -> str:
+    def _describe(self, wrong: "_WrongName", task_ids: Sequence[str]) -> str:
         number = "1 task" if len(task_ids) == 1 else f"{len(task_ids)} tasks"
         who = f"({number}: {shortlist([repr(task_id) for task_id in task_ids], _MAX_TASKS)})"
         if wrong.what == "server":
@@ -312,8 +324,8 @@ class Catalog:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrong:
-    """A name that means nothing where it stands."""
+class _WrongName:
+    """A name that does not exist where it is used."""
 
     what: Literal["server", "tool", "solution"]
     name: str
@@ -322,23 +334,18 @@ class _Wrong:
 
 def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[types.Tool, ...]:
     """
-    The tools of a server that policies are offered.
-
-    Args:
-        config ([`ServerConfig`]):
-            The server. Raises [`CatalogError`] if its options name a tool or an argument that does not exist.
-        listed (`Sequence[mcp.types.Tool]`):
-            All tools it has.
-
-    Returns:
-        `tuple[mcp.types.Tool, ...]`: Those in `allowed_tools`, without the `reset_tool` and the `state_tool`.
+    Return the tools of a server to offer to policies and users. Raises [`CatalogError`] if its options name a tool or an argument that
+    does not exist.
     """
     names = [tool.name for tool in listed]
     named = {
         "allowed_tools": config.allowed_tools or (),
         "idempotent_tools": config.idempotent_tools,
+        "read_only_tools": tuple(name for name in config.read_only_tools if name != ALL),
         "reset_tool": () if config.reset_tool is None else (config.reset_tool,),
         "state_tool": () if config.state_tool is None else (config.state_tool,),
+        "setup_tool": () if config.setup_tool is None else (config.setup_tool,),
+        "user_tools": config.user_tools,
     }
     wrong = [
         f"`{option}` of server {config.name!r} names {name!r}, which it does not offer. Its tools are "
@@ -347,12 +354,14 @@ def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[t
         for name in wanted
         if name not in names
     ]
-    allowed = names if config.allowed_tools is None else config.allowed_tools
-    hidden = (config.reset_tool, config.state_tool)
-    offered = tuple(tool for tool in listed if tool.name in allowed and tool.name not in hidden)
+    allowed = frozenset(names if config.allowed_tools is None else config.allowed_tools)
+    hidden = (config.reset_tool, config.state_tool, config.setup_tool)
+    offered = tuple(
+        tool for tool in listed if (tool.name in allowed or tool.name in config.user_tools) and tool.name not in hidden
+    )
     arguments = dict.fromkeys(argument for tool in offered for argument in properties(tool.input_schema))
     wrong += [
-        f"`argument_aliases` of server {config.name!r} takes {alias!r} for {argument!r}, which no tool of it has. Their "
+        f"`argument_aliases` of server {config.name!r} maps {alias!r} to {argument!r}, which none of its tools has. Their "
         f"arguments are {nearest_first(argument, arguments)}."
         for alias, argument in config.argument_aliases.items()
         if argument not in arguments
@@ -363,18 +372,7 @@ def offered_tools(config: ServerConfig, listed: Sequence[types.Tool]) -> tuple[t
 
 
 def catalog_changes(before: Sequence[types.Tool], after: Sequence[types.Tool]) -> list[str]:
-    """
-    How two listings of a server differ in what a prompt shows.
-
-    Args:
-        before (`Sequence[mcp.types.Tool]`):
-            The earlier listing.
-        after (`Sequence[mcp.types.Tool]`):
-            The later one.
-
-    Returns:
-        `list[str]`: One clause per tool that was removed, added or changed; empty if there is none.
-    """
+    """Return one clause per tool that was removed, added or changed in what a prompt shows."""
     old, new = {tool.name: tool for tool in before}, {tool.name: tool for tool in after}
     changes = [f"`{name}` was removed" for name in old if name not in new]
     changes += [f"`{name}` was added" for name in new if name not in old]
@@ -390,6 +388,9 @@ def _tool(tool: types.Tool, *, name: str, server: str, config: ServerConfig | No
     hints = tool.annotations or types.ToolAnnotations()
     aliases: Mapping[str, str] = config.argument_aliases if config else {}
     is_declared = config is not None and tool.name in config.idempotent_tools
+    is_read_only = bool(hints.read_only_hint) or (
+        config is not None and not {tool.name, ALL}.isdisjoint(config.read_only_tools)
+    )
     has = properties(tool.input_schema)
     return Tool(
         name=name,
@@ -399,8 +400,8 @@ def _tool(tool: types.Tool, *, name: str, server: str, config: ServerConfig | No
         input_schema=tool.input_schema,
         aliases={alias: argument for alias, argument in aliases.items() if argument in has and alias not in has},
         coerces=config is not None and config.coerce_arguments,
-        is_read_only=bool(hints.read_only_hint),
-        is_repeatable=bool(hints.read_only_hint or hints.idempotent_hint or is_declared),
+        is_read_only=is_read_only,
+        is_repeatable=bool(is_read_only or hints.idempotent_hint or is_declared),
     )
 
 
@@ -409,7 +410,7 @@ def _prompt_name(name: str) -> str:
 
 
 def _found(name: str, tools: Iterable[Tool]) -> list[Tool]:
-    """The tools that a name may stand for: that of this name in the prompt, or those of this bare name."""
+    """Return the tool with this name in the prompt, or else those with this name on their server."""
     tools = list(tools)
     return [tool for tool in tools if tool.name == name] or [tool for tool in tools if tool.tool == name]
 

@@ -1,4 +1,4 @@
-"""How the tools of one catalog differ from those of another."""
+"""Compare the tools of two catalogs."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -8,17 +8,17 @@ from mcp_grpo.tools.catalog import Catalog, Tool
 
 def catalog_differences(ours: Catalog, theirs: Catalog) -> list[str]:
     """
-    What a policy that was trained with one catalog would meet otherwise in another.
+    Compare the tools that a policy was trained with to those of another catalog.
 
     Args:
         ours ([`Catalog`]):
             The catalog that tasks were made for, or that a policy was trained with.
         theirs ([`Catalog`]):
-            The one that takes its place.
+            The one that replaces it.
 
     Returns:
-        `list[str]`: A sentence for each tool that is missing or takes other arguments. Tools and optional arguments that
-        there are more of count last; descriptions do not count.
+        `list[str]`: A sentence for each tool that is missing or takes other arguments. Additional tools and optional
+        arguments come last; descriptions do not count.
     """
     known = {tool.name: tool for tool in theirs.tools}
     found: list[str] = []
@@ -58,7 +58,7 @@ def _required(tool: Tool) -> list[str]:
 
 
 def _kind(schema: Any) -> str:
-    """The type of an argument in a few words; that it may be null makes no difference."""
+    """Describe the type of an argument; whether it may be null makes no difference."""
     options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
     kinds = {str(one.get("type", "anything")) for one in options}
     values = sorted(str(value) for one in options for value in one.get("enum", []))

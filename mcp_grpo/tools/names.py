@@ -1,35 +1,26 @@
-"""Names that do not exist, and those that were probably meant."""
+"""Suggest names that were probably meant."""
 
 import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from mcp_grpo.servers.earlier_names import EARLIER_TOOL_NAMES
-
 
 MAX_NAME_LENGTH = 100  # of a name that does not exist, in a message
-MAX_NAMES = 30  # of the names listed in a message; some servers have hundreds of tools
+MAX_NAMES = 30  # listed in a message; some servers have hundreds of tools
+
+# Names of tools in tasks of earlier systems, and what their vendors call them now.
+EARLIER_TOOL_NAMES = {"send_slack_message": "slack_post_message", "tavily_qna_search": "tavily_qna"}
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")  # of `get_stock_quote` and of `getStockQuote`
 
 
 def ranked(name: str, names: Iterable[str]) -> list[str]:
     """
-    Order names by how likely they were meant.
+    Order names by how likely they were meant, the likeliest first.
 
-    Names are compared letter by letter and word by word, so that `send_slack_message` is near `slack_post_message`. A name
-    that is known to have been another one's comes first.
-
-    Args:
-        name (`str`):
-            The name that was written.
-        names (`Iterable[str]`):
-            The names that exist.
-
-    Returns:
-        `list[str]`: The names, the likeliest first.
+    Names are compared letter by letter and word by word, so that `send_slack_message` is near `slack_post_message`.
     """
-    name = name[:MAX_NAME_LENGTH]  # a policy may well write the same letters thousands of times
+    name = name[:MAX_NAME_LENGTH]  # a policy may repeat a letter thousands of times
     words, successor = _words(name), EARLIER_TOOL_NAMES.get(name)
 
     def likeness(other: str) -> tuple[bool, float]:
@@ -39,34 +30,12 @@ def ranked(name: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_first(name: str, names: Iterable[str]) -> str:
-    """
-    List names for a message, the likeliest meant first.
-
-    Args:
-        name (`str`):
-            The name that was written.
-        names (`Iterable[str]`):
-            The names that exist.
-
-    Returns:
-        `str`: Such as `` `read`, `write` and 200 more ``.
-    """
+    """List names for a message, the likeliest first: `` `read`, `write` and 200 more ``."""
     return shortlist([f"`{other}`" for other in ranked(name, names)], MAX_NAMES) or "none"
 
 
 def shortlist(words: Sequence[str], limit: int) -> str:
-    """
-    List words for a message.
-
-    Args:
-        words (`Sequence[str]`):
-            The words.
-        limit (`int`):
-            How many are shown; of the others only the number is.
-
-    Returns:
-        `str`: Such as `a, b and 3 more`.
-    """
+    """List at most `limit` words for a message: `a, b and 3 more`."""
     more = f" and {len(words) - limit} more" if len(words) > limit else ""
     return ", ".join(words[:limit]) + more
 
@@ -76,7 +45,7 @@ def _words(name: str) -> list[str]:
 
 
 def _shared(words: Sequence[str], others: Sequence[str]) -> float:
-    """Mean likeness of each word of either name to the best of the other's, from 0 to 1."""
+    """Return the mean similarity of each word to the best match in the other name, from 0 to 1."""
     if not words or not others:
         return 0.0
     best = [max(_ratio(word, other) for other in others) for word in words]

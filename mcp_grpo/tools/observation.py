@@ -1,4 +1,4 @@
-"""What a server sent back, as the policy reads it."""
+"""Turn what a server sent back into what the policy reads."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from mcp.types import (
     CONNECTION_CLOSED,
     PARSE_ERROR,
     AudioContent,
-    BlobResourceContents,
     CallToolResult,
     ContentBlock,
     EmbeddedResource,
@@ -22,8 +21,8 @@ from mcp.types import (
 )
 
 from mcp_grpo.tools.config import ServerConfig
-from mcp_grpo.tools.framing import MALFORMED, OVERSIZED
-from mcp_grpo.tools.http import TRANSPORT
+from mcp_grpo.tools.transports.framing import MALFORMED, OVERSIZED, TOO_MANY_VALUES
+from mcp_grpo.tools.transports.http import TRANSPORT
 from mcp_grpo.types import OUTAGE, ResultKind, ToolResult
 
 
@@ -33,21 +32,8 @@ _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydan
 
 def observed(result: CallToolResult, *, config: ServerConfig, tool: str, seconds: float) -> ToolResult:
     """
-    The tool result in a server's reply.
-
-    Args:
-        result (`mcp.types.CallToolResult`):
-            The reply.
-        config ([`ServerConfig`]):
-            The server, for its secrets, which are hidden, and for how its errors look.
-        tool (`str`):
-            Name of the tool on the server.
-        seconds (`float`):
-            How long it took.
-
-    Returns:
-        [`ToolResult`]: Its text holds the text parts and names the others, so that nothing is lost silently.
-        Structured content is added only if there is no text: servers send both, one repeating the other.
+    Return the tool result in a server's reply. Its text holds the text parts and names the others, so that nothing is lost
+    silently; structured content is used only without text, since servers send both and one repeats the other.
     """
     parts = [_as_text(part) for part in result.content]
     has_text = any(isinstance(part, TextContent) and part.text for part in result.content)
@@ -55,7 +41,7 @@ def observed(result: CallToolResult, *, config: ServerConfig, tool: str, seconds
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = "\n".join(parts)
     kind = ResultKind.OK
-    # A state may well quote what the policy wrote, errors included.
+    # A state may quote what the policy wrote, errors included.
     patterns = () if tool == config.state_tool else config.error_regexes
     if result.is_error or any(regex.search(text) for regex in patterns):
         kind = ResultKind.SERVER_ERROR if (result.meta or {}).get(OUTAGE) else ResultKind.TOOL_ERROR
@@ -70,18 +56,7 @@ def observed(result: CallToolResult, *, config: ServerConfig, tool: str, seconds
 
 
 def with_repairs(result: ToolResult, repairs: Sequence[str]) -> ToolResult:
-    """
-    A result that says what was mended in the arguments before the call.
-
-    Args:
-        result ([`ToolResult`]):
-            What came back.
-        repairs (`Sequence[str]`):
-            What was mended, one clause each.
-
-    Returns:
-        [`ToolResult`]: The same, with a note for the policy before its text; as it is, if nothing was mended.
-    """
+    """Prepend a note for the policy about what was changed in its arguments."""
     if not repairs:
         return result
     return replace(result, text=f"Note: {'; '.join(repairs)}.\n{result.text}", repairs=tuple(repairs))
@@ -89,25 +64,17 @@ def with_repairs(result: ToolResult, repairs: Sequence[str]) -> ToolResult:
 
 def observed_error(error: MCPError, config: ServerConfig) -> tuple[ResultKind | None, str]:
     """
-    What an error reply stands for.
-
-    Args:
-        error (`mcp.MCPError`):
-            The error. It is the tool's answer, unless a transport put it in the place of a reply that did not come.
-        config ([`ServerConfig`]):
-            The server.
-
-    Returns:
-        `tuple[ResultKind | None, str]`: Whose doing it is, and the text for the policy. `None` says that the session is
-        over.
+    Classify an error reply, and return its text for the policy. It is the tool's answer unless a transport made it in place
+    of a reply that did not come; `None` means that the session is over.
     """
     raw: Any = error.data
     data = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     is_http = config.transport == "http"
     if data.get(OVERSIZED) or (is_http and "byte limit" in error.message):
-        # The policy can do something about it, such as asking for less; so it is the tool's answer.
-        text = f"The result is larger than {config.max_result_bytes} bytes and was dropped. Ask for less."
-        return ResultKind.TOOL_ERROR, text
+        # The policy can act on it, by asking for less; so it is the tool's answer.
+        is_long = error.message != TOO_MANY_VALUES
+        why = f"the result is larger than {config.max_result_bytes} bytes" if is_long else TOO_MANY_VALUES
+        return ResultKind.TOOL_ERROR, f"T{why[1:]} and was dropped. Ask for less."
     if data.get(TRANSPORT) or data.get(MALFORMED) or (is_http and _is_broken_reply(error)):
         return ResultKind.SERVER_ERROR, f"The server {config.name!r} failed: {error.message}"
     if error.code == CONNECTION_CLOSED and error.message == "Connection closed":
@@ -116,7 +83,7 @@ def observed_error(error: MCPError, config: ServerConfig) -> tuple[ResultKind | 
 
 
 def _is_broken_reply(error: MCPError) -> bool:
-    """Whether the SDK made this error up because an HTTP reply broke off or was no JSON."""
+    """Return whether the SDK made this error because an HTTP reply broke off or was not JSON."""
     return (
         error.code == PARSE_ERROR
         or (error.code == CONNECTION_CLOSED and error.message.startswith("SSE stream"))
@@ -133,13 +100,10 @@ def _as_text(part: ContentBlock) -> str:
         case ResourceLink():
             return f"[{part.mime_type or 'resource'}, {part.name}: {part.uri}]"
         case EmbeddedResource():
-            return _resource_text(part.resource)
-
-
-def _resource_text(resource: TextResourceContents | BlobResourceContents) -> str:
-    if isinstance(resource, TextResourceContents):
-        return resource.text
-    return f"[{resource.mime_type or 'resource'}, {_size(resource.blob)}: {resource.uri}]"
+            resource = part.resource
+            if isinstance(resource, TextResourceContents):
+                return resource.text
+            return f"[{resource.mime_type or 'resource'}, {_size(resource.blob)}: {resource.uri}]"
 
 
 def _size(base64: str) -> str:

@@ -76,18 +76,7 @@ _BY_NAME = {employee.name: employee for employee in EMPLOYEES}
 
 
 def lookup(tool: str, argument: str) -> str:
-    """
-    Text that a tool answers with.
-
-    Args:
-        tool (`str`):
-            `"find_person"`, or `"get_<field>"` for a field of [`Employee`].
-        argument (`str`):
-            A full name for `find_person`, an employee id for all others.
-
-    Returns:
-        `str`: An employee id, or the number asked for.
-    """
+    """Return the text that a tool answers with, for a name (`find_person`) or an employee id."""
     known = _BY_NAME if tool == "find_person" else _BY_ID
     if argument not in known:
         raise ToolError(f"No employee {argument!r}.")

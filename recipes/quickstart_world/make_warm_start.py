@@ -4,8 +4,8 @@ Make the model that the quickstart starts from, and write it to `warm_start/` be
     make warm-start
 
 It takes minutes on one core. On the same machine it gives the same weights again; on another they may differ by rounding.
-To be run when tasks, tools, chat template or tokenizer have changed; `tests/test_recipes.py` says so. Whether the
-quickstart still learns from it, `make test-slow` says.
+To be run when tasks, tools, chat template or tokenizer have changed; `tests/process/recipes/test_recipes.py` says so. Whether the
+quickstart still learns from it, `make test-all` says.
 """
 
 import anyio
@@ -16,7 +16,7 @@ from quickstart_world.warm_start import SEED, WARM_START, keep_fingerprint
 
 
 def main() -> None:
-    """Warm a model up from nothing and keep it."""
+    """Train the warm start from scratch and save it."""
     rows, _ = build_tasks()
     make_base_model(rows, WARM_START, seed=SEED)
     keep_fingerprint(rows, anyio.run(list_tools))

@@ -32,20 +32,7 @@ SPLIT_PATTERN = "|".join(
 def build_tokenizer(
     rows: Sequence[Row], tools: Sequence[dict[str, Any]], vocab_size: int = 1024
 ) -> PreTrainedTokenizerFast:
-    """
-    Train a byte-level BPE tokenizer with Qwen3's special tokens and chat template.
-
-    Args:
-        rows (`Sequence[Row]`):
-            Tasks whose text to train on.
-        tools (`Sequence[dict[str, Any]]`):
-            Function schemas of the tools, as the chat template takes them.
-        vocab_size (`int`, *optional*, defaults to `1024`):
-            Largest size of the vocabulary, which always holds every byte.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: The tokenizer.
-    """
+    """Train a byte-level BPE tokenizer with Qwen3's special tokens and chat template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,22 +55,7 @@ def build_tokenizer(
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int = 0, hidden_size: int = 128, num_layers: int = 3
 ) -> Qwen3ForCausalLM:
-    """
-    Make a small Qwen3 with random weights.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer it is to read.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-        hidden_size (`int`, *optional*, defaults to `128`):
-            Width of the residual stream.
-        num_layers (`int`, *optional*, defaults to `3`):
-            Number of layers.
-
-    Returns:
-        [`~transformers.Qwen3ForCausalLM`]: The model.
-    """
+    """Make a small Qwen3 with random weights."""
     set_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -104,7 +76,9 @@ def build_model(
 
 
 def _texts(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> list[str]:
-    """Whole conversations, the first few with the tools: often enough to be merged, too rarely to crowd names out."""
+    """
+    Yield whole conversations, the first few with the tools: often enough to be merged, too rarely to crowd names out.
+    """
     renderer = _wrap(Tokenizer(models.BPE()))
     conversations = [[*row["prompt"], *scripted_solution(row)] for row in rows]
     return [

@@ -51,7 +51,7 @@ def _draw_tasks(split: str, employees: tuple[Employee, ...], count: int, rng: ra
 
 
 def _draw_task(employee: Employee, num_calls: int, rng: random.Random) -> Row:
-    """A task about `employee` that takes `num_calls` calls."""
+    """Draw a task about `employee` that takes `num_calls` calls."""
     by_name = num_calls == 3 or (num_calls == 2 and rng.random() < 0.5)
     subject = employee.name if by_name else employee.id
     thing = rng.choice(THINGS)
@@ -75,19 +75,9 @@ def _draw_task(employee: Employee, num_calls: int, rng: random.Random) -> Row:
 
 def scripted_solution(row: Row, noise: float = 0.0, rng: random.Random | None = None) -> list[Message]:
     """
-    Messages that solve a task, as a policy and the servers would write them.
+    Return messages that solve a task, as a policy and the servers would write them.
 
-    Args:
-        row (`Row`):
-            Row of [`build_tasks`].
-        noise (`float`, *optional*, defaults to `0.0`):
-            Probability, at each call, of picking blindly among the tools that look alike. The rest follows from what
-            that tool answers, so a noisy solution is well-formed and often wrong.
-        rng (`random.Random`, *optional*):
-            Source of the noise.
-
-    Returns:
-        `list[Message]`: Tool calls, tool results and the final answer.
+    At each call, with probability `noise`, a look-alike tool is picked at random: well-formed, and often wrong.
     """
     messages, value = [], row["subject"]
     for tool in row["steps"]:
@@ -101,8 +91,18 @@ def scripted_solution(row: Row, noise: float = 0.0, rng: random.Random | None = 
     return [*messages, {"role": "assistant", "content": value}]
 
 
+def with_solutions(rows: list[Row]) -> list[Row]:
+    """Return tasks with their solutions in the column `solution`, as `mcp-grpo tasks check` runs them."""
+    return [{**row, "solution": _script(scripted_solution(row))} for row in rows]
+
+
+def _script(messages: list[Message]) -> dict[str, Any]:
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    return {"steps": [{"calls": [call]} for call in calls], "final": messages[-1]["content"]}
+
+
 def _look_alikes(tool: str) -> list[str]:
-    """Tools that take and give the same kind of thing, `tool` among them."""
+    """Return the tools that take and return the same kinds of values, `tool` included."""
     for fields in (COLLEAGUES, THINGS):
         if tool.removeprefix("get_") in fields:
             return [f"get_{field}" for field in fields]

@@ -1,4 +1,4 @@
-"""The model that the quickstart starts from, made by `make_warm_start.py` and kept with what it was made from."""
+"""The model that the quickstart starts from, made by `make_warm_start.py`, with a fingerprint of its data."""
 
 import hashlib
 import json
@@ -17,18 +17,7 @@ _FINGERPRINT = WARM_START / "made_from.json"
 
 
 def fingerprint(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """
-    Return digests of all that a warm start depends on.
-
-    Args:
-        rows (`Sequence[Row]`):
-            Tasks to train on.
-        tools (`Sequence[dict[str, Any]]`):
-            Function schemas of the tools, as the chat template takes them.
-
-    Returns:
-        `dict[str, str]`: One digest each of tasks with their solutions, tools, chat template and tokenizer.
-    """
+    """Return digests of all that a warm start depends on."""
     conversations = [[*row["prompt"], *scripted_solution(row)] for row in rows]
     parts = {
         "tasks": conversations,
@@ -40,29 +29,10 @@ def fingerprint(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> dict[st
 
 
 def fits_world(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> bool:
-    """
-    Return whether the warm start was made from these tasks and tools.
-
-    Args:
-        rows (`Sequence[Row]`):
-            Tasks to train on.
-        tools (`Sequence[dict[str, Any]]`):
-            Function schemas of the tools.
-
-    Returns:
-        `bool`: Whether it fits.
-    """
+    """Return whether the warm start was made from these tasks and tools."""
     return _FINGERPRINT.exists() and json.loads(_FINGERPRINT.read_text()) == fingerprint(rows, tools)
 
 
 def keep_fingerprint(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> None:
-    """
-    Write down what the warm start was made from.
-
-    Args:
-        rows (`Sequence[Row]`):
-            Tasks to train on.
-        tools (`Sequence[dict[str, Any]]`):
-            Function schemas of the tools.
-    """
+    """Write down what the warm start was made from."""
     _FINGERPRINT.write_text(json.dumps(fingerprint(rows, tools), indent=2) + "\n")

@@ -31,15 +31,7 @@ _QUESTION = {"role": "user", "content": "?"}  # stands for any prompt where only
 
 
 class SampleBuilder:
-    """
-    Turns a task and its solution into the tokens of a rollout.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer with Qwen3's chat template.
-        tools (`Sequence[Tool]`):
-            Function schemas of the tools, as the rollout passes them to the chat template.
-    """
+    """Converts a task and its solution to the tokens of a rollout."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> None:
         self._tokenizer = tokenizer
@@ -50,18 +42,7 @@ class SampleBuilder:
         self._opening = self._render([_QUESTION], add_generation_prompt=True)
 
     def sample(self, row: Row, solution: list[Message]) -> Sample:
-        """
-        Tokens of a conversation, and the labels to train on.
-
-        Args:
-            row (`Row`):
-                Row of [`build_tasks`].
-            solution (`list[Message]`):
-                What follows the prompt, as [`scripted_solution`] gives it.
-
-        Returns:
-            `Sample`: Token ids and labels of equal length; a label is `-100` where the policy did not write the token.
-        """
+        """Return the tokens of a conversation and the labels to train on."""
         ids = list(self._renderer.prompt_ids(row["prompt"], self._tools))
         labels = [IGNORED] * len(ids)
         for message in solution:
@@ -102,35 +83,6 @@ def warm_up(
     It first repeats random tokens, which is the quickest way for a small model to find out how to copy. Right solutions
     follow, which teach it to call and to tell what a question asks for, and then noisy ones, which blur its choice of
     tool. How soon the first two are learnt is a matter of luck, so they last as long as it takes.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with random weights.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        rows (`Sequence[Row]`):
-            Tasks to train on, from [`build_tasks`].
-        tools (`Sequence[Tool]`):
-            Function schemas of the tools, in the form and order in which the rollout passes them to the chat template.
-        copy_lengths (`Sequence[int]`, *optional*, defaults to `(24,)`):
-            Number of random tokens before they are repeated, by turns. The distances over which the solutions copy, where
-            those are always the same, are learnt from much sooner.
-        max_copy_steps (`int`, *optional*, defaults to `600`):
-            Most steps with random tokens.
-        num_noisy_steps (`int`, *optional*, defaults to `60`):
-            Number of steps with noisy solutions, over which the learning rate falls to zero from a third of its value:
-            a higher one wipes out what a question asks for, instead of blurring it.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Solutions per step.
-        learning_rate (`float`, *optional*, defaults to `3e-3`):
-            Learning rate, reached after 30 steps.
-        noise (`float`, *optional*, defaults to `0.5`):
-            How often a noisy solution picks blindly among tools that look alike: the head-room for reinforcement
-            learning.
-        target_loss (`float`, *optional*, defaults to `0.004`):
-            Loss of right solutions at which it goes on to noisy ones. A higher one is sooner reached.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the tokens to repeat, of the order of tasks and of the noise.
     """
     rng, builder = random.Random(seed), SampleBuilder(tokenizer, tools)
     generator, lengths = torch.Generator().manual_seed(seed), cycle(copy_lengths)
@@ -182,7 +134,7 @@ def _learn(
 def _repetition_loss(
     model: PreTrainedModel, vocab_size: int, length: int, generator: torch.Generator, num_rows: int = 32
 ) -> torch.Tensor:
-    """Mean loss over the second of two equal runs of random tokens."""
+    """Return the mean loss over the second of two equal runs of random tokens."""
     run = torch.randint(vocab_size, (num_rows, length), generator=generator)
     ids = torch.cat([run, run], dim=1)
     logits = model(input_ids=ids).logits[:, length:-1]
@@ -190,7 +142,7 @@ def _repetition_loss(
 
 
 def _solution_loss(model: PreTrainedModel, batch: list[Sample], pad_token_id: int) -> torch.Tensor:
-    """Mean loss over the tokens the policy writes. The prompt's common part is run once, not once per sample."""
+    """Return the mean loss over the policy's tokens. The common part of prompts is run once, not once per sample."""
     shared = next(i for i, column in enumerate(zip(*(ids for ids, _ in batch), strict=False)) if len(set(column)) > 1)
     width = max(len(ids) for ids, _ in batch) - shared
     ids = torch.tensor([ids[shared:] + [pad_token_id] * (shared + width - len(ids)) for ids, _ in batch])

@@ -4,12 +4,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from trl import TrlParser
 
+from mcp_grpo.config import REMOVED, removed_problems
 from mcp_grpo.errors import MCPGRPOError, SettingsError
 from recipe_parts.help_text import help_text
 from recipe_parts.other_names import explain, nearest, translate
@@ -37,26 +39,15 @@ class StrictParser(TrlParser):
 
     def parse(self, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
         """
-        Read the command line, and the YAML file that `--config` names.
+        Read the command line and the YAML file that `--config` names; `defaults` come after both.
 
-        Args:
-            arguments (`Sequence[str]`):
-                The command line, without the program.
-            defaults (`Mapping[str, Any]`, *optional*):
-                Settings that come after the file and the command line.
-
-        Returns:
-            `tuple[Any, ...]`: One instance per dataclass, then the settings as they were given: a `dict` of all fields,
-            before any of them is derived from others. Written as YAML, it gives the same instances again.
-
-        Raises:
-            [`SettingsError`]: If a setting is unknown or cannot be read; the message names everything that is unknown, each
-            with the names that are near.
+        Returns one instance per dataclass, then the settings as they were given: a `dict` of all fields, before any of them is
+        derived from others. Written as YAML, it gives the same instances again.
         """
         arguments, path = split_config(arguments)
         in_file = self._read(path) if path else {}
         unknown = self.set_defaults_with_config(**{**(defaults or {}), **in_file})
-        problems = [self._unknown(name[2:], f"in {path}") for name in unknown[::2]]
+        problems = self._unknowns({name[2:]: in_file[name[2:]] for name in unknown[::2]}, f"in {path}")
         problems += [
             self._choice_problem(f"--{action.dest}", str(in_file[action.dest]))
             for action in self._actions
@@ -75,16 +66,7 @@ class StrictParser(TrlParser):
         return (*parsed, {name: value for name, value in vars(namespace).items() if name not in SECRETS})
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """
-        Return the settings that are named on the command line, and nothing that is a default.
-
-        Args:
-            arguments (`Sequence[str]`):
-                The command line, without the program and without `--config`.
-
-        Returns:
-            `dict[str, Any]`: Their values.
-        """
+        """Return the settings that are named on the command line, and nothing that is a default."""
         namespace = vars(self.parse_known_args(list(arguments))[0])
         flags = {each.partition("=")[0] for each in arguments if each.startswith("--")}
         named = {action.dest for action in self._actions if flags & set(action.option_strings)}
@@ -96,12 +78,12 @@ class StrictParser(TrlParser):
         raise SettingsError(self._value_problem(found[1], found[2]) if found else message)
 
     def format_help(self) -> str:
-        """The settings by subject."""
+        """Write the settings by subject."""
         own = [field.name for field in fields(self.dataclass_types[0])]
         return help_text(self.prog, self.description or "", self._actions, own)
 
     def _read(self, path: str) -> dict[str, Any]:
-        """The settings of a YAML file; those in sections are translated, and it is said what they became."""
+        """Read a YAML file; settings in sections are translated, and it is said what they became."""
         try:
             config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -133,19 +115,31 @@ class StrictParser(TrlParser):
         return [action.dest for action in self._actions if action.dest != "help"]
 
     def _with_dicts(self) -> set[str]:
-        """Settings that take a mapping."""
+        """Return the settings that take a mapping."""
         # Not from the fields: a parser changes their types.
         hints = [get_type_hints(kind) for kind in self.dataclass_types]
         return {name for each in hints for name, hint in each.items() if "dict" in str(hint)}
 
-    def _unknown(self, name: str, place: str) -> str:
-        return f"There is no setting `{name}` ({place}){explain(name, self._known())}"
+    def _unknowns(self, given: Mapping[str, Any], place: str) -> list[str]:
+        """Say what to write instead of settings that there are not."""
+        unknown = [name for name in given if name not in REMOVED]
+        known = self._known()
+        return [
+            f"There is no setting `{name}` ({place}){explain(name, known)}" for name in unknown
+        ] + removed_problems(given)
 
     def _strays(self, strings: Sequence[str]) -> list[str]:
         """Say what is wrong with strings of the command line that nothing took."""
-        flags = [each[2:].partition("=")[0].replace("-", "_") for each in strings if each.startswith("--")]
-        if flags:
-            return [self._unknown(name, "on the command line") for name in flags]
+        given: dict[str, Any] = {}
+        for flag, following in pairwise([*strings, "--"]):
+            if not flag.startswith("--"):
+                continue
+            name, _, value = flag[2:].partition("=")
+            name, value = name.replace("-", "_"), value or ("true" if following.startswith("--") else following)
+            is_off = name.removeprefix("no_") in REMOVED and name not in REMOVED
+            given |= {name.removeprefix("no_"): "false"} if is_off else {name: value}
+        if given:
+            return self._unknowns(given, "on the command line")
         return [f"Nothing is known of {each!r} on the command line. Settings begin with `--`." for each in strings[:1]]
 
     def _value_problem(self, flag: str, problem: str) -> str:
@@ -165,6 +159,8 @@ class StrictParser(TrlParser):
         return f"`{flag}`: {problem}"
 
     def _choice_problem(self, flag: str, value: str) -> str:
+        if problems := removed_problems({flag.lstrip("-"): value}):
+            return problems[0]
         choices = [str(_plain(each)) for each in self._option_string_actions[flag].choices or ()]
         near = nearest(value, choices)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -172,19 +168,7 @@ class StrictParser(TrlParser):
 
 
 def split_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """
-    Take `--config` from a command line.
-
-    Args:
-        arguments (`Sequence[str]`):
-            The command line, without the program.
-
-    Returns:
-        `tuple[list[str], str | None]`: The others, and the file it names, which is there.
-
-    Raises:
-        [`SettingsError`]: If there is no such file.
-    """
+    """Take `--config` from a command line: return the other arguments, and the file it names, if any."""
     parts = [part for each in arguments for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
     if "--config" not in parts:
         return parts, None
@@ -201,34 +185,17 @@ def split_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def write_settings(settings: dict[str, Any], path: Path) -> None:
-    """
-    Write settings as a file for `--config`.
-
-    Args:
-        settings (`dict[str, Any]`):
-            From [`StrictParser.parse`].
-        path (`Path`):
-            File to write.
-    """
+    """Write settings as a file for `--config`."""
     path.write_text(yaml.safe_dump(_plain(settings), sort_keys=True, allow_unicode=True))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """
-    Settings of an earlier run.
-
-    Args:
-        path (`Path`):
-            What [`write_settings`] wrote.
-
-    Returns:
-        `dict[str, Any]`: The settings.
-    """
+    """Read what [`write_settings`] wrote."""
     return yaml.safe_load(path.read_text())
 
 
 def _plain(value: Any) -> Any:
-    """Enumerations as their values, all else as it is."""
+    """Return enumerations as their values, all else as it is."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

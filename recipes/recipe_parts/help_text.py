@@ -9,97 +9,48 @@ from typing import Any
 
 from trl import ModelConfig
 
-from mcp_grpo import MCPGRPOConfig
+from mcp_grpo.config import STAGES, own_settings
 
 
 OWN = "This recipe"
 MODEL = "Model and adapter"
-TRAJECTORIES = "Trajectories and tools"
 LEARNING = "Learning"
-VLLM = "vLLM"
 RECORDS = "Evaluation, saving, tracking"
 REST = "Everything else of TRL and Transformers"
-SUBJECTS = (OWN, MODEL, TRAJECTORIES, LEARNING, VLLM, RECORDS, REST)
+SUBJECTS = (OWN, MODEL, *map(str.capitalize, STAGES), LEARNING, RECORDS, REST)
 
-_NAMES = {
-    MODEL: (
-        *(field.name for field in fields(ModelConfig)),
-        *("model_init_kwargs", "gradient_checkpointing", "use_cpu", "bf16", "fp16", "cast_lm_head_to_fp32"),
-        *("chat_template_path",),
-    ),
-    TRAJECTORIES: (
-        *("max_turns", "max_turn_tokens", "max_completion_length", "max_result_tokens", "temperature"),
-        *("num_generations", "chat_template_kwargs", "trajectory_timeout", "batch_timeout", "max_failed_fraction"),
-        *("max_concurrent_trajectories", "straggler_policy", "straggler_quantile", "truncation", "first_call_retries"),
-        *("constrained_decoding", "first_phase_steps", "first_phase_temperature", "first_phase_turn_tokens"),
-        *("dynamic_sampling", "cassette", "cassette_mode", "max_length", "packing"),
-    ),
-    LEARNING: (
-        *(
-            "learning_rate",
-            "lr_scheduler_type",
-            "warmup_steps",
-            "max_steps",
-            "num_train_epochs",
-            "optim",
-            "weight_decay",
-        ),
-        *("max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
-        *("generation_batch_size", "num_iterations", "seed", "loss_type", "epsilon", "epsilon_high", "delta", "beta"),
-        *("use_bias_correction_kl", "scale_rewards", "reward_weights", "entropy_coef", "importance_sampling_level"),
-        *("train_sampling_strategy", "assistant_only_loss", "completion_only_loss"),
-    ),
-    VLLM: ("use_vllm", "rollout_ahead"),
-    RECORDS: (
-        *("output_dir", "resume_from_checkpoint", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay"),
-        *("per_device_eval_batch_size", "num_generations_eval", "load_best_model_at_end", "metric_for_best_model"),
-        *("greater_is_better", "report_to", "run_name", "project", "push_to_hub", "push_value_head", "disable_tqdm"),
-        *("log_completions", "num_completions_to_print", "on_unhealthy", "health_patience", "keep_best"),
-    ),
+_OURS = {one.name: str(one.metadata["stage"]).capitalize() for one in own_settings()}
+_THEIRS = {
+    MODEL: " ".join(field.name for field in fields(ModelConfig))
+    + " model_init_kwargs gradient_checkpointing use_cpu bf16 fp16 cast_lm_head_to_fp32 chat_template_path",
+    "Rollout": "max_completion_length temperature num_generations chat_template_kwargs",
+    "Sampling": "use_vllm",
+    "Batch": "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size "
+    "num_iterations train_sampling_strategy max_length packing",
+    "Advantages": "scale_rewards reward_weights",
+    "Guards": "loss_type epsilon epsilon_high delta importance_sampling_level beta use_bias_correction_kl entropy_coef",
+    LEARNING: "learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs optim weight_decay max_grad_norm seed "
+    "assistant_only_loss completion_only_loss",
+    RECORDS: "output_dir resume_from_checkpoint eval_strategy eval_steps eval_on_start eval_delay per_device_eval_batch_size "
+    "num_generations_eval load_best_model_at_end metric_for_best_model greater_is_better report_to run_name project "
+    "push_to_hub disable_tqdm log_completions num_completions_to_print",
 }
-_BEGINNINGS = {VLLM: ("vllm_", "weight_sync"), RECORDS: ("save_", "logging_", "hub_", "trackio_")}
+_HOMES = _OURS | {name: subject for subject, names in _THEIRS.items() for name in names.split()}
+_BEGINNINGS = {"vllm_": "Sampling"} | dict.fromkeys(("save_", "logging_", "hub_", "trackio_"), RECORDS)
 _CHOICES = 4  # of a setting, before the others are left to its documentation
 _SENTENCES = 2  # of what TRL and Transformers say about a setting; their documentation has the rest
 
 
 def subject_of(name: str, own: Iterable[str]) -> str:
-    """
-    Return the subject that a setting belongs to.
-
-    Args:
-        name (`str`):
-            The setting.
-        own (`Iterable[str]`):
-            The recipe's own settings.
-
-    Returns:
-        `str`: One of `SUBJECTS`. A setting of `MCPGRPOConfig` that is nowhere else is about learning.
-    """
+    """Return the subject that a setting belongs to; `own` are the recipe's own settings."""
     if name in own:
         return OWN
-    for subject, names in _NAMES.items():
-        if name in names or name.startswith(_BEGINNINGS.get(subject, ("--",))):
-            return subject
-    return LEARNING if name in MCPGRPOConfig.__annotations__ else REST
+    by_beginning = (subject for beginning, subject in _BEGINNINGS.items() if name.startswith(beginning))
+    return _HOMES.get(name) or next(by_beginning, REST)
 
 
 def help_text(program: str, description: str, actions: Sequence[argparse.Action], own: Sequence[str]) -> str:
-    """
-    Write what `--help` prints.
-
-    Args:
-        program (`str`):
-            Name of the program.
-        description (`str`):
-            What it does.
-        actions (`Sequence[argparse.Action]`):
-            Its settings.
-        own (`Sequence[str]`):
-            Those that are the recipe's own.
-
-    Returns:
-        `str`: The text.
-    """
+    """Write what `--help` prints."""
     width = min(shutil.get_terminal_size((119, 24)).columns, 119)
     lines = [f"usage: {program} [--config FILE.yaml] [--SETTING VALUE ...]", "", description.strip(), ""]
     lines += ["Every setting is a flag and a key of the YAML file; a flag comes first. `-` may stand for `_`."]
@@ -107,7 +58,7 @@ def help_text(program: str, description: str, actions: Sequence[argparse.Action]
     for action in actions:
         if action.dest != "help" and not action.option_strings[0].startswith("--no_"):
             by_subject[subject_of(action.dest, own)].append(action)
-    order = {name: place for place, name in enumerate(name for names in _NAMES.values() for name in names)}
+    order = {name: place for place, name in enumerate(_HOMES)}
     for subject, listed in by_subject.items():
         if not listed:
             continue
@@ -115,7 +66,7 @@ def help_text(program: str, description: str, actions: Sequence[argparse.Action]
         if subject != OWN:
             listed.sort(key=lambda action: order.get(action.dest, len(order)))
         for action in listed:
-            is_ours = action.dest in own or action.dest in MCPGRPOConfig.__annotations__
+            is_ours = action.dest in own or action.dest in _OURS
             lines += _lines_of(action, width, None if is_ours else 1 if subject == REST else _SENTENCES)
     return "\n".join(lines) + "\n"
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
+from mcp_grpo.doctor.machine import Machine
 from recipe_parts.command_line import CONFIGS
 
 
@@ -18,43 +16,6 @@ IN_4_BITS = "qwen3_0.6b_qlora"
 LARGE_GPU = 20.0  # GiB: what a GPU of 24 GB has, with some room
 MEDIUM_GPU = 10.0
 CACHE_OF_A_TRAJECTORY = 0.7  # GiB of keys and values: 6,200 tokens of Qwen3-0.6B in bf16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """
-    What a machine has.
-
-    Args:
-        gpu (`str`, *optional*):
-            Name of the GPU; `None` if there is none.
-        memory (`float`, *optional*, defaults to `0.0`):
-            GiB of the smallest GPU.
-        has_bf16 (`bool`, *optional*, defaults to `False`):
-            Whether the GPU computes in bf16.
-        packages (`frozenset[str]`, *optional*):
-            Which of `vllm` and `bitsandbytes` are installed.
-    """
-
-    gpu: str | None = None
-    memory: float = 0.0
-    has_bf16: bool = False
-    packages: frozenset[str] = frozenset()
-
-    @classmethod
-    def here(cls) -> "Machine":
-        """Look at this machine."""
-        packages = frozenset(name for name in ("vllm", "bitsandbytes") if find_spec(name) is not None)
-        if not torch.cuda.is_available():
-            return cls(packages=packages)
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        smallest = min(gpus, key=lambda gpu: gpu.total_memory)
-        return cls(
-            gpu=smallest.name,
-            memory=smallest.total_memory / 2**30,
-            has_bf16=is_torch_bf16_gpu_available(),
-            packages=packages,
-        )
 
 
 @dataclass(kw_only=True)
@@ -91,18 +52,7 @@ class Choice:
 
 
 def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
-    """
-    Choose settings for a machine.
-
-    Args:
-        machine ([`Machine`]):
-            What it has.
-        given (`Mapping[str, Any]`):
-            Settings of the command line, which come first; what is chosen goes with them.
-
-    Returns:
-        [`Choice`]: The settings, and why.
-    """
+    """Choose settings for a machine that go with those of the command line, which come first."""
     has_gpu = machine.gpu is not None and not given.get("use_cpu", False)
     uses_vllm = given.get("use_vllm", has_gpu and machine.has_bf16 and "vllm" in machine.packages)
     is_small = has_gpu and machine.memory < LARGE_GPU
@@ -133,19 +83,7 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
 
 
 def fit_to_tasks(choice: Choice, num_tasks: int, num_processes: int, given: Mapping[str, Any]) -> None:
-    """
-    Make a step no larger than there are tasks.
-
-    Args:
-        choice ([`Choice`]):
-            What was chosen. May get fewer passes per step.
-        num_tasks (`int`):
-            Tasks to train on.
-        num_processes (`int`):
-            Processes that train.
-        given (`Mapping[str, Any]`):
-            Settings of the command line.
-    """
+    """Lower the passes per step so that it is no larger than there are tasks, unless they were given."""
     settings = {**choice.settings, **given}
     passes = settings["gradient_accumulation_steps"]
     per_pass = settings["per_device_train_batch_size"] * num_processes

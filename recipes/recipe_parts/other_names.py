@@ -5,232 +5,97 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcp_grpo.config import removed_problems
 
-RENAMED: Mapping[str, str] = {
+
+_OTHERS: Mapping[str, str] = {
     # The model and its adapter
-    "model": "model_name_or_path",
-    "model_name": "model_name_or_path",
-    "model_path": "model_name_or_path",
-    "model_id": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "pretrain": "model_name_or_path",
-    "model.name": "model_name_or_path",
-    "model.path": "model_name_or_path",
-    "model.id": "model_name_or_path",
-    "model.pretrained": "model_name_or_path",
-    "revision": "model_revision",
-    "torch_dtype": "dtype",
-    "attention_implementation": "attn_implementation",
-    "use_lora": "use_peft",
-    "lora.enabled": "use_peft",
-    "peft.enabled": "use_peft",
-    "lora_rank": "lora_r",
-    "lora.rank": "lora_r",
-    "peft.rank": "lora_r",
-    "target_modules": "lora_target_modules",
-    "grad_checkpointing": "gradient_checkpointing",
-    "use_4bit": "load_in_4bit",
-    "use_8bit": "load_in_8bit",
+    "model_name_or_path": (
+        "model model_name model_path model_id base_model pretrain model.name model.path model.id model.pretrained"
+    ),
+    "model_revision": "revision",
+    "dtype": "torch_dtype",
+    "attn_implementation": "attention_implementation",
+    "use_peft": "use_lora lora.enabled peft.enabled",
+    "lora_r": "lora_rank lora.rank peft.rank",
+    "lora_target_modules": "target_modules",
+    "gradient_checkpointing": "grad_checkpointing",
+    "load_in_4bit": "use_4bit",
+    "load_in_8bit": "use_8bit",
     # Learning
-    "lr": "learning_rate",
-    "actor_lr": "learning_rate",
-    "actor_learning_rate": "learning_rate",
-    "policy_lr": "learning_rate",
-    "critic_lr": "value_learning_rate",
-    "critic_learning_rate": "value_learning_rate",
-    "value_lr": "value_learning_rate",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "total_epochs": "num_train_epochs",
-    "total_steps": "max_steps",
-    "train_steps": "max_steps",
-    "max_train_steps": "max_steps",
-    "total_training_steps": "max_steps",
-    "grad_accum_steps": "gradient_accumulation_steps",
-    "grad_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_accumulation": "gradient_accumulation_steps",
-    "grad_clip": "max_grad_norm",
-    "clip_grad": "max_grad_norm",
-    "max_norm": "max_grad_norm",
-    "gradient_clipping": "max_grad_norm",
-    "lr_scheduler": "lr_scheduler_type",
-    "scheduler": "lr_scheduler_type",
-    "lr_warmup_steps": "warmup_steps",
-    "num_warmup_steps": "warmup_steps",
-    "optimizer.name": "optim",
-    "optimizer.type": "optim",
-    "optimizer.eps": "adam_epsilon",
+    "learning_rate": "lr actor_lr actor_learning_rate policy_lr",
+    "value_learning_rate": "critic_lr critic_learning_rate value_lr",
+    "num_train_epochs": "epochs num_epochs total_epochs",
+    "max_steps": "total_steps train_steps max_train_steps total_training_steps",
+    "gradient_accumulation_steps": "grad_accum_steps grad_accumulation_steps gradient_accumulation",
+    "max_grad_norm": "grad_clip clip_grad max_norm gradient_clipping",
+    "lr_scheduler_type": "lr_scheduler scheduler",
+    "warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "optim": "optimizer.name optimizer.type",
+    "adam_epsilon": "optimizer.eps",
     # The objective
-    "clip_range": "epsilon",
-    "cliprange": "epsilon",
-    "clip_ratio": "epsilon",
-    "clip_epsilon": "epsilon",
-    "clip_eps": "epsilon",
-    "eps_clip": "epsilon",
-    "ppo_clip": "epsilon",
-    "clip_ratio_low": "epsilon",
-    "eps_clip_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "eps_clip_high": "epsilon_high",
-    "kl_penalty_coef": "beta",
-    "kl_penalty_coeff": "beta",
-    "kl_penalty_weight": "beta",
-    "kl_coef": "beta",
-    "kl_coeff": "beta",
-    "kl_loss_coef": "beta",
-    "kl_beta": "beta",
-    "kl_weight": "beta",
-    "init_kl_coef": "beta",
-    "init_kl_coeff": "beta",
-    "kl.coef": "beta",
-    "kl.beta": "beta",
-    "kl_cap": "kl_hard_cap",
-    "kl.cap": "kl_hard_cap",
-    "kl.hard_cap": "kl_hard_cap",
-    "entropy_coeff": "entropy_coef",
-    "entropy_loss_coef": "entropy_coef",
-    "entropy_bonus": "entropy_coef",
-    "ent_coef": "entropy_coef",
-    "gae_lambda": "lam",
-    "lambd": "lam",
-    "lambda": "lam",
-    "gae_gamma": "gamma",
-    "discount": "gamma",
-    "discount_factor": "gamma",
-    "value_coef": "value_loss_coef",
-    "value_loss_weight": "value_loss_coef",
-    "vf_coef": "value_loss_coef",
-    "vf_coeff": "value_loss_coef",
-    "critic_coef": "value_loss_coef",
-    "value_clip": "value_clip_range",
-    "cliprange_value": "value_clip_range",
-    "vf_clip_range": "value_clip_range",
-    "ppo_epochs": "num_iterations",
-    "num_ppo_epochs": "num_iterations",
-    "update_epochs": "num_iterations",
-    "inner_epochs": "num_iterations",
-    "ratio_min": "ratio_gate_min",
-    "ratio_max": "ratio_gate_max",
-    "ratio_clip_min": "ratio_gate_min",
-    "ratio_clip_max": "ratio_gate_max",
-    "ref_update_interval": "ref_sync_steps",
-    "ref_update_freq": "ref_sync_steps",
-    "ref_update_steps": "ref_sync_steps",
-    "reference_update_steps": "ref_sync_steps",
-    "reference_update_interval": "ref_sync_steps",
-    "reference_update_freq": "ref_sync_steps",
-    "reference.steps": "ref_sync_steps",
-    "reference.interval": "ref_sync_steps",
-    "ema_decay": "ref_ema_decay",
-    "ref_ema": "ref_ema_decay",
-    "reference_ema": "ref_ema_decay",
-    "reference_ema_decay": "ref_ema_decay",
-    "reference.decay": "ref_ema_decay",
-    "reference.ema_decay": "ref_ema_decay",
-    "mask_min_tokens": "min_unforced_tokens",
-    "min_active_tokens": "min_unforced_tokens",
-    "min_unmasked_tokens": "min_unforced_tokens",
-    "min_active_fraction": "min_unforced_fraction",
-    "min_active_frac": "min_unforced_fraction",
-    "min_unmasked_fraction": "min_unforced_fraction",
-    "bootstrap_bc_coef": "bootstrap_imitation_coef",
-    "bootstrap_bc_weight": "bootstrap_imitation_coef",
-    "bc_coef": "bootstrap_imitation_coef",
-    "bc_weight": "bootstrap_imitation_coef",
-    "bootstrap_entropy_weight": "bootstrap_entropy_coef",
-    "bootstrap.bc_coef": "bootstrap_imitation_coef",
+    "epsilon": "clip_range cliprange clip_ratio clip_epsilon clip_eps eps_clip ppo_clip clip_ratio_low eps_clip_low",
+    "epsilon_high": "clip_ratio_high eps_clip_high",
+    "beta": (
+        "kl_penalty_coef kl_penalty_coeff kl_penalty_weight kl_coef kl_coeff kl_loss_coef kl_beta "
+        "kl_weight init_kl_coef init_kl_coeff kl.coef kl.beta"
+    ),
+    "kl_hard_cap": "kl_cap kl.cap kl.hard_cap",
+    "entropy_coef": "entropy_coeff entropy_loss_coef entropy_bonus ent_coef",
+    "lam": "gae_lambda lambd lambda",
+    "gamma": "gae_gamma discount discount_factor",
+    "value_loss_coef": "value_coef value_loss_weight vf_coef vf_coeff critic_coef",
+    "num_iterations": "ppo_epochs num_ppo_epochs update_epochs inner_epochs",
+    "ref_sync_steps": (
+        "ref_update_interval ref_update_freq ref_update_steps reference_update_steps "
+        "reference_update_interval reference_update_freq reference.steps reference.interval"
+    ),
+    "ref_ema_decay": "ema_decay ref_ema reference_ema reference_ema_decay reference.decay reference.ema_decay",
+    "min_unforced_tokens": "mask_min_tokens min_active_tokens min_unmasked_tokens",
+    "min_unforced_fraction": "min_active_fraction min_active_frac min_unmasked_fraction",
+    "bootstrap_imitation_coef": "bootstrap_bc_coef bootstrap_bc_weight bc_coef bc_weight bootstrap.bc_coef",
+    "bootstrap_entropy_coef": "bootstrap_entropy_weight",
     # Trajectories
-    "group_size": "num_generations",
-    "num_rollouts_per_prompt": "num_generations",
-    "rollouts_per_task": "num_generations",
-    "n_samples_per_prompt": "num_generations",
-    "num_samples_per_prompt": "num_generations",
-    "num_samples_per_task": "num_generations",
-    "samples_per_prompt": "num_generations",
-    "rollout.n": "num_generations",
-    "max_response_length": "max_completion_length",
-    "response_length": "max_completion_length",
-    "max_assistant_turns": "max_turns",
-    "max_tool_turns": "max_turns",
-    "max_episode_steps": "max_turns",
-    "max_episode_turns": "max_turns",
-    "max_steps_per_episode": "max_turns",
-    "max_steps_per_trajectory": "max_turns",
-    "rollout.max_steps": "max_turns",
-    "max_tool_response_length": "max_result_tokens",
-    "sampling_temperature": "temperature",
-    "episode_timeout": "trajectory_timeout",
-    "rollout_timeout": "trajectory_timeout",
-    "servers_config": "servers",
-    "mcp_servers": "servers",
-    "mcp_config": "servers",
-    "train_data": "tasks",
-    "train_file": "tasks",
-    "train_files": "tasks",
-    "train_path": "tasks",
-    "train_data_path": "tasks",
-    "train_dataset": "tasks",
-    "dataset": "tasks",
-    "val_data": "eval_tasks",
-    "val_file": "eval_tasks",
-    "val_files": "eval_tasks",
-    "val_path": "eval_tasks",
-    "val_data_path": "eval_tasks",
-    "valid_data": "eval_tasks",
-    "valid_data_path": "eval_tasks",
-    "validation_data": "eval_tasks",
-    "eval_data": "eval_tasks",
-    "eval_data_path": "eval_tasks",
-    "data.train": "tasks",
-    "data.val": "eval_tasks",
-    "data.validation": "eval_tasks",
-    "data.eval": "eval_tasks",
+    "num_generations": (
+        "group_size num_rollouts_per_prompt rollouts_per_task n_samples_per_prompt "
+        "num_samples_per_prompt num_samples_per_task samples_per_prompt rollout.n"
+    ),
+    "max_completion_length": "max_response_length response_length",
+    "max_turns": (
+        "max_assistant_turns max_tool_turns max_episode_steps max_episode_turns max_steps_per_episode "
+        "max_steps_per_trajectory rollout.max_steps"
+    ),
+    "max_result_tokens": "max_tool_response_length",
+    "temperature": "sampling_temperature",
+    "trajectory_timeout": "episode_timeout rollout_timeout",
+    "servers": "servers_config mcp_servers mcp_config",
+    "tasks": "train_data train_file train_files train_path train_data_path train_dataset dataset data.train",
+    "eval_tasks": (
+        "val_data val_file val_files val_path val_data_path valid_data valid_data_path validation_data "
+        "eval_data eval_data_path data.val data.validation data.eval"
+    ),
     # vLLM
-    "vllm.enabled": "use_vllm",
-    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "max_model_len": "vllm_max_model_length",
-    "vllm.max_model_len": "vllm_max_model_length",
-    "tensor_parallel_size": "vllm_tensor_parallel_size",
-    "vllm.base_url": "vllm_server_base_url",
-    "vllm.url": "vllm_server_base_url",
+    "use_vllm": "vllm.enabled",
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_max_model_length": "max_model_len vllm.max_model_len",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_server_base_url": "vllm.base_url vllm.url",
     # Evaluation, saving, tracking
-    "save_dir": "output_dir",
-    "save_path": "output_dir",
-    "checkpoint_dir": "output_dir",
-    "ckpt_path": "output_dir",
-    "default_local_dir": "output_dir",
-    "save_interval": "save_steps",
-    "save_every": "save_steps",
-    "save_freq": "save_steps",
-    "save.steps": "save_steps",
-    "checkpoint_interval": "save_steps",
-    "checkpoint_every": "save_steps",
-    "max_checkpoints": "save_total_limit",
-    "keep_checkpoints": "save_total_limit",
-    "eval_interval": "eval_steps",
-    "eval_every": "eval_steps",
-    "eval_freq": "eval_steps",
-    "test_freq": "eval_steps",
-    "evaluation_strategy": "eval_strategy",
-    "evaluation.steps": "eval_steps",
-    "evaluation.interval": "eval_steps",
-    "num_eval_episodes": "num_eval_tasks",
-    "log_interval": "logging_steps",
-    "log_every": "logging_steps",
-    "log_freq": "logging_steps",
-    "logging_interval": "logging_steps",
-    "log_steps": "logging_steps",
-    "wandb_project": "project",
-    "project_name": "project",
-    "wandb.project": "project",
-    "logging.project": "project",
-    "experiment_name": "run_name",
-    "wandb_run_name": "run_name",
-    "wandb.name": "run_name",
-    "wandb.run_name": "run_name",
-    "random_seed": "seed",
+    "output_dir": "save_dir save_path checkpoint_dir ckpt_path default_local_dir",
+    "save_steps": "save_interval save_every save_freq save.steps checkpoint_interval checkpoint_every",
+    "save_total_limit": "max_checkpoints keep_checkpoints",
+    "eval_steps": "eval_interval eval_every eval_freq test_freq evaluation.steps evaluation.interval",
+    "eval_strategy": "evaluation_strategy",
+    "num_eval_tasks": "num_eval_episodes",
+    "logging_steps": "log_interval log_every log_freq logging_interval log_steps",
+    "project": "wandb_project project_name wandb.project logging.project",
+    "run_name": "experiment_name wandb_run_name wandb.name wandb.run_name",
+    "seed": "random_seed",
 }
-"""Names that others have for a setting; `section.name` for those that only mean it there."""
+"""Settings, and the names that others have for them; `section.name` for those that only mean it there."""
+
+RENAMED: Mapping[str, str] = {name: here for here, names in _OTHERS.items() for name in names.split()}
+"""Names that others have for a setting, and the setting."""
 
 EXPLAINED: Mapping[str, str] = {
     "batch_size": "may count tasks, trajectories or rows of a pass. Here a step has `per_device_train_batch_size` trajectories "
@@ -275,8 +140,18 @@ EXPLAINED: Mapping[str, str] = {
     "algorithm": "is `advantage_mode` (`group`, `group_turn`, `gae`, `hybrid`) and `loss_type`",
     "use_gae": 'is `advantage_mode="gae"`',
     "use_critic": 'is `advantage_mode="gae"` or `"hybrid"`',
-    "whiten_advantages": 'is `advantage_scale` ("batch" or "none"), and `scale_rewards` with `advantage_mode="group"`',
-    "normalize_advantages": 'is `advantage_scale` ("batch" or "none"), and `scale_rewards` with `advantage_mode="group"`',
+    **dict.fromkeys(
+        ("whiten_advantages", "normalize_advantages"),
+        'is `scale_rewards` with `advantage_mode="group"`; in the other modes advantages always are',
+    ),
+    **dict.fromkeys(
+        ("value_clip", "cliprange_value", "vf_clip_range"),
+        "has no counterpart; the value loss is never clipped, and `value_learning_rate` says how fast values move",
+    ),
+    **dict.fromkeys(
+        ("ratio_min", "ratio_max", "ratio_clip_min", "ratio_clip_max"),
+        "is `ratio_gate`, one number above 1 for both limits: 4.0 is 0.25 to 4.0",
+    ),
     "normalize_rewards": "is `scale_rewards`",
     "norm_adv_by_std_in_grpo": 'is `scale_rewards` ("group" or "none")',
     "reward_scale": "has no counterpart; `reward_weights` weighs reward functions against each other",
@@ -285,8 +160,7 @@ EXPLAINED: Mapping[str, str] = {
     "gradient is not 0",
     "param_noise": "has no counterpart, and none is needed: with one update per batch a ratio is 1 by construction, and the "
     "gradient is not 0",
-    "force_rate": "has no counterpart; nothing is forced unless `constrained_decoding` is on; `first_call_retries` samples a "
-    "first turn without a call again",
+    "force_rate": "has no counterpart; nothing is forced unless `constrained_decoding` is on",
     "strict_traj_keys": "has no counterpart; a trajectory cannot be built with fields that do not fit",
     "device": "is chosen by `accelerate launch` and the machine; `use_cpu: true` trains on a CPU",
     "device_type": "is chosen by `accelerate launch` and the machine; `use_cpu: true` trains on a CPU",
@@ -383,20 +257,7 @@ class Translation:
 
 
 def translate(config: Mapping[str, Any], known: Collection[str], with_dicts: Collection[str]) -> Translation | None:
-    """
-    Translate a configuration that has sections.
-
-    Args:
-        config (`Mapping[str, Any]`):
-            The configuration.
-        known (`Collection[str]`):
-            Names of settings.
-        with_dicts (`Collection[str]`):
-            Those of them that take a mapping.
-
-    Returns:
-        [`Translation`] or `None`: What became of it; `None` if it has no sections.
-    """
+    """Translate a configuration that has sections; `with_dicts` are settings that take a mapping. `None` without sections."""
     if not any(isinstance(value, Mapping) and name not in with_dicts for name, value in config.items()):
         return None
     found = Translation()
@@ -405,7 +266,10 @@ def translate(config: Mapping[str, Any], known: Collection[str], with_dicts: Col
         became = _settings_of(path, value, known)
         if became is None:
             name = "mcpServers" if path[-1].lower() in _SERVERS else path[-1]
-            found.problems.append(f"`{place}` is no setting{explain(name, known)}")
+            removed = removed_problems({name: value, _prefixed(path): value})
+            found.problems.append(
+                f"`{place}`: {removed[0]}" if removed else f"`{place}` is no setting{explain(name, known)}"
+            )
             continue
         clashing = [n for n, v in became.items() if found.settings.get(n, v) != v]
         if clashing:
@@ -423,18 +287,7 @@ def translate(config: Mapping[str, Any], known: Collection[str], with_dicts: Col
 
 
 def explain(name: str, known: Collection[str]) -> str:
-    """
-    Say what a name that is no setting may be.
-
-    Args:
-        name (`str`):
-            The name.
-        known (`Collection[str]`):
-            Names of settings.
-
-    Returns:
-        `str`: How a sentence goes on that says that there is no such setting.
-    """
+    """Say what a name that is no setting may be: how a sentence goes on that says that there is none."""
     key = name.lower()
     if (renamed := RENAMED.get(key)) in known:
         return f": it is `{renamed}` here."
@@ -446,21 +299,7 @@ def explain(name: str, known: Collection[str]) -> str:
 
 
 def nearest(name: str, known: Collection[str], number: int = 3) -> list[str]:
-    """
-    Return the names that are really near to another.
-
-    Args:
-        name (`str`):
-            What was written.
-        known (`Collection[str]`):
-            What may have been meant.
-        number (`int`, *optional*, defaults to `3`):
-            How many to return at most.
-
-    Returns:
-        `list[str]`: The nearest first. A name is near if it is spelt much alike, or if its words are: `steps_max` is near to
-        `max_steps`, `kl_penalty_coef` is not near to `entropy_coef`.
-    """
+    """Return the names that are really near to another, nearest first: spelt much alike, or with the same words."""
     scores = {each: _likeness(name.lower(), each.lower()) for each in known}
     near = sorted((each for each in known if scores[each] >= 0.8), key=lambda each: (-scores[each], each))
     return [each for each in near if scores[each] > scores[near[0]] - 0.1][:number]
@@ -478,7 +317,7 @@ def _likeness(one: str, other: str) -> float:
 def _leaves(
     config: Mapping[str, Any], with_dicts: Collection[str], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The settings in all sections, with the names of the sections they are in."""
+    """Yield the settings in all sections, with the names of the sections they are in."""
     for name, value in config.items():
         if isinstance(value, Mapping) and name not in with_dicts and str(name).lower() not in _SERVERS:
             yield from _leaves(value, with_dicts, (*path, str(name)))
@@ -501,12 +340,16 @@ def _settings_of(path: tuple[str, ...], value: Any, known: Collection[str]) -> d
             return dict(switch[value])
     if RENAMED.get(f"{section}.{name}") in known:
         return {RENAMED[f"{section}.{name}"]: value}
-    prefixed = f"{_PREFIXES.get(section, '-')}_{name}"
-    if prefixed in known:
-        return {prefixed: value}
+    if _prefixed(path) in known:
+        return {_prefixed(path): value}
     if name in known:
         return {name: value}
     return {RENAMED[name]: value} if RENAMED.get(name) in known else None
+
+
+def _prefixed(path: tuple[str, ...]) -> str:
+    """Return the name of a setting whose beginning is the name of its section."""
+    return f"{_PREFIXES.get(path[-2].lower() if len(path) > 1 else '', '-')}_{path[-1].lower()}"
 
 
 def _shown(value: Any) -> str:

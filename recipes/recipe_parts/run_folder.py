@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers.trainer_utils import get_last_checkpoint
 
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.errors import HealthError, SettingsError
-from mcp_grpo.hub import run_command
-from mcp_grpo.monitor import installed_versions, speak_in_terminal
+from mcp_grpo.monitor import InertFormatter, speak_in_terminal
+from mcp_grpo.publishing import installed_versions, newest_checkpoint, run_command
+from mcp_grpo.tools.secrets import secret_values, shown_error
 from recipe_parts.command_line import read_settings, write_settings
 
 
@@ -60,16 +61,8 @@ class RunFolder:
         self._is_main = is_main
 
     def checkpoint(self) -> str | None:
-        """
-        What to go on from, with `resume`; and a word about settings that have changed since.
-
-        Returns:
-            `str` or `None`: The last checkpoint; `None` if the run starts anew.
-
-        Raises:
-            [`SettingsError`]: If there is none though `resume` was set, or there is one though it was not.
-        """
-        found = get_last_checkpoint(str(self.path)) if self.path.is_dir() else None
+        """Return the checkpoint to go on from, with `resume`, and warn of settings that have changed since."""
+        found, problems = newest_checkpoint(self.path)
         if not self._settings["resume"]:
             if found is not None:
                 raise SettingsError(
@@ -78,7 +71,11 @@ class RunFolder:
                 )
             return None
         if found is None:
-            raise SettingsError(f"There is no checkpoint in {self.path} to resume from. Leave `--resume` out.")
+            raise SettingsError(
+                " ".join([*problems, f"There is no checkpoint in {self.path} to resume from. Leave `--resume` out."])
+            )
+        for problem in problems:
+            logger.warning("%s", problem)
         file = self.path / "config.yaml"
         before = read_settings(file) if file.exists() else {}
         changed = [
@@ -98,7 +95,7 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(self.path / "run.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(InertFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         speak_in_terminal("mcp_grpo", "recipes")  # a handler of the root would silence them
         # The loggers of these libraries do not pass on what they get to the root.
         others = [logging.getLogger(name) for name in ("transformers", "trl")]
@@ -114,8 +111,9 @@ class RunFolder:
         except HealthError as error:
             logger.error("The run was stopped: %s", error, extra={"is_said": True})
             raise
-        except BaseException:
-            logger.exception("The run has failed", extra={"is_said": True})
+        except BaseException as error:
+            trace = shown_error(error, secret_values(os.environ.items(), {}))
+            logger.error("The run has failed\n%s", trace, extra={"is_said": True})
             raise
         finally:
             for each in receiving:
@@ -125,15 +123,7 @@ class RunFolder:
             handler.close()
 
     def write(self, trainer: MCPGRPOTrainer, servers: Any) -> None:
-        """
-        Write what the run was told, and with what it runs.
-
-        Args:
-            trainer ([`MCPGRPOTrainer`]):
-                The trainer, with its tools and tasks.
-            servers (`str` or `Mapping[str, Any]`):
-                What it was told about its servers. Keys that stand in it are not written.
-        """
+        """Write what the run was told, and with what it runs; keys in `servers` are not written."""
         if not self._is_main:
             return
         catalog = trainer.catalog

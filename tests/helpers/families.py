@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -83,14 +84,23 @@ FAMILIES = {
     "gemma4_v5": _GEMMA_FAMILY,
 }
 
+ONE_PER_FORMAT = ("qwen3", "qwen3_6", "llama3_1", "glm4moe", "gptoss", "lfm2_v2", "gemma4_v5")
+EVERY_FAMILY = [name if name in ONE_PER_FORMAT else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+"""All families, for tests that take long: those that write calls as another one does are left to `make test-all`."""
 
-def family_tokenizer(name: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the family's control tokens and its stock chat template."""
+
+def family_tokenizer(
+    name: str, merges: tuple[tuple[str, str], ...] = (), *, by_words: bool = False
+) -> PreTrainedTokenizerFast:
+    """
+    A byte-level tokenizer with the family's control tokens and its stock chat template.
+
+    Merges reach over any border, unless a text is split by words before.
+    """
     family = FAMILIES[name]
     vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(vocabulary)}, merges=list(merges)))
-    # No split by words, so that merges reach over any border.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words or not merges)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.added])

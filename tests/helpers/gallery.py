@@ -1,5 +1,5 @@
 """
-The gallery in the README: one task of each family, solved on the real servers.
+The gallery in the documentation: one task of each family, solved on the real servers.
 
     python tests/helpers/gallery.py
 
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcp_grpo.desk.servers import desk_servers
+from mcp_grpo.desk.tasks import FAMILIES, build_tasks
 from mcp_grpo.evaluation import Solution, run_solutions
-from mcp_grpo.servers import desk_servers
 from mcp_grpo.tasks import tasks_from_rows
-from mcp_grpo.tasks.desk import FAMILIES, build_tasks
 
 
-README = Path(__file__).parent.parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "desk" / "families.md"
 BEGIN, END = "<!-- gallery: written by tests/helpers/gallery.py -->\n", "<!-- end of the gallery -->\n"
 MAX_SHOWN = 150
 
@@ -34,7 +34,7 @@ def gallery(solutions: Sequence[Solution]) -> str:
 def _transcript(family: str, solution: Solution) -> str:
     task = solution.trajectory.task
     evidence = [text for step in task.metadata["solution"]["steps"] for text in step["evidence"]]
-    lines = [f"<details><summary><b>{family}</b>: {task.prompt[-1]['content']}</summary>\n", "```text"]
+    lines = [f"<details markdown><summary><b>{family}</b>: {task.prompt[-1]['content']}</summary>\n", "```text"]
     for exchange in solution.trajectory.exchanges:
         arguments = ", ".join(f"{name}={_shown(value)}" for name, value in exchange.call.arguments.items())
         lines.append(f"turn {exchange.turn + 1}  {exchange.call.name}({arguments})")
@@ -75,6 +75,6 @@ def solutions() -> list[Solution]:
 
 
 if __name__ == "__main__":
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(BEGIN)
-    README.write_text(before + BEGIN + gallery(solutions()) + "\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + BEGIN + gallery(solutions()) + "\n" + END + rest.split(END)[1])

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from helpers.families import family_tokenizer
-from mcp_grpo.rollout import Generation, Sampling
+from mcp_grpo.sampling import Generation, Sampling
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, **settings: Any) -> Qwen3ForCausalLM:
@@ -60,7 +60,7 @@ class ScriptedGenerator:
         )
 
     def serve(self, until: Future[Any]) -> None:
-        until.result(timeout=60)
+        until.result(timeout=200)
 
 
 def teach(

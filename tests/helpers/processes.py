@@ -5,8 +5,8 @@ from contextlib import suppress
 import psutil
 
 
-# Those of a vLLM server that several files share, and Python's own.
-OTHERS = ("vllm", "multiprocessing")
+# Those of a vLLM server or a fork server that several files share, and Python's own.
+OTHERS = ("vllm", "multiprocessing", "fork_server.py")
 
 
 def left_behind() -> list[psutil.Process]:

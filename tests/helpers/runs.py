@@ -13,8 +13,14 @@ from helpers.sums import ROWS, TEMPLATE_KWARGS
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Task, Trajectory, exact_answer
 
 
-IN_BF16 = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [pytest.mark.slow]
+IN_BF16 = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [pytest.mark.full]
 """Marks of a run in bf16, which takes minutes on a CPU that only imitates it."""
+
+
+RELYING_AT_ONCE = {"mcp_grpo.learning.advantages.hybrid.WARMUP_BATCHES": 0}
+"""Constants with which `advantage_mode="hybrid"` relies on the value head from the first batch on."""
+IMPATIENT = {"mcp_grpo.monitor.health.PATIENCE": 3}
+"""Constants with which a sign of ill health counts sooner."""
 
 
 def settings(folder: Path, **changes: Any) -> MCPGRPOConfig:
@@ -45,22 +51,39 @@ def make_trainer(
     rows: Any = ROWS,
     peft_config: Any = None,
     callbacks: Any = None,
+    constants: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
-    """A trainer that is ready to train."""
-    return kind(
-        model,
-        reward,
-        settings(folder, **changes),
-        Dataset.from_list(rows),
-        servers={"sums": server},
-        peft_config=peft_config,
-        callbacks=callbacks,
-    )
+    """A trainer that is ready to train, made with other constants of the library."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place, value in (constants or {}).items():
+            patch.setattr(place, value)
+        return kind(
+            model,
+            reward,
+            settings(folder, **changes),
+            Dataset.from_list(rows),
+            servers={"sums": server},
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
 
 
-class OneByOne(MCPGRPOTrainer):
+class Attempting(MCPGRPOTrainer):
+    """A trainer whose attempts a test may replace."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self._collector
+        self._own_attempt = self._collector.attempt
+        self._collector.attempt = lambda tasks, **how: self.attempt(tasks, **how)
+
+    def attempt(self, tasks: Sequence[Task], **how: Any) -> list[Trajectory]:
+        return self._own_attempt(tasks, **how)
+
+
+class OneByOne(Attempting):
     """Rolls out one trajectory at a time: which of them share a batch depends on the tools' timing, and rounding on that."""
 
-    def _attempt(self, tasks: Sequence[Task], *args: Any, **kwargs: Any) -> list[Trajectory]:
-        return [trajectory for task in tasks for trajectory in super(OneByOne, self)._attempt([task], *args, **kwargs)]
+    def attempt(self, tasks: Sequence[Task], **how: Any) -> list[Trajectory]:
+        return [trajectory for task in tasks for trajectory in super(OneByOne, self).attempt([task], **how)]

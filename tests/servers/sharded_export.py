@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mcp_grpo.rollout.adapter_export import save_adapter
+from mcp_grpo.sampling.adapter_export import save_adapter
 
 
 def whole(parameters: Any) -> Any:

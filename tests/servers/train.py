@@ -1,11 +1,5 @@
-"""
-Trains for ever, for tests that interrupt it: for each line of stdin, in a process of its own that begins with everything
-imported. A line has, in JSON, the model, the output folder and the server's arguments; the answers are the number of the
-process, and how it ended.
-"""
+"""Trains for ever, for tests that interrupt it: a model, in an output folder, on a server with the given arguments."""
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -24,23 +18,7 @@ class Announce(TrainerCallback):
         Path(args.output_dir, "started").write_text("started")
 
 
-for line in sys.stdin:
-    arguments = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        break
-    sys.stdout.write(f"{pid}\n")
-    sys.stdout.flush()
-    sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
-    sys.stdout.flush()
-else:
-    sys.exit()
-
-os.setsid()
-model, folder, *server = arguments
-log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT)
-for stream, source in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
-    os.dup2(source, stream)
+model, folder, *server = sys.argv[1:]
 config = MCPGRPOConfig(
     output_dir=folder,
     use_cpu=True,

@@ -20,10 +20,24 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
+from mcp_grpo.learning import shared_prompts
+from mcp_grpo.learning.advantages import hybrid
 
 
-def train(model: str, folder: Path, dying_rank: str | None = None, has_adapter: bool = True, **changes: Any) -> None:
-    """Trains two steps, and writes what came of it."""
+hybrid.WARMUP_BATCHES = 0  # `advantage_mode="hybrid"` relies on the value head at once
+
+
+def train(
+    model: str,
+    folder: Path,
+    dying_rank: str | None = None,
+    has_adapter: bool = True,
+    resumes: bool = False,
+    share_prompts: bool | None = None,
+    **changes: Any,
+) -> None:
+    """Trains two steps, or goes on from the last checkpoint, and writes what came of it."""
+    shared_prompts.SHARE_PROMPTS = share_prompts
     rewards = []
 
     def reward(trajectory: list[Trajectory], **kwargs: Any) -> Any:
@@ -44,9 +58,8 @@ def train(model: str, folder: Path, dying_rank: str | None = None, has_adapter: 
         max_completion_length=400,
         max_steps=2,
         max_turns=3,
-        **{"learning_rate": 1e-2, **changes},
+        **{"learning_rate": 1e-2, "save_strategy": "no", **changes},
         report_to="none",
-        save_strategy="no",
         logging_steps=1,
         chat_template_kwargs=TEMPLATE_KWARGS,
     )
@@ -59,7 +72,13 @@ def train(model: str, folder: Path, dying_rank: str | None = None, has_adapter: 
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear") if has_adapter else None,
     ) as trainer:
-        trainer.train()
+        num_shared = [0]
+
+        def note(_: Any, args: Any, kwargs: Any) -> None:
+            num_shared[0] += "prompt_tree" in kwargs
+
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+        trainer.train(resume_from_checkpoint=resumes or None)
     parameters = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad or ".ref." in n}
     is_sharded = any(isinstance(p, DTensor) for p in parameters.values())
     if "deepspeed" in changes:
@@ -71,8 +90,9 @@ def train(model: str, folder: Path, dying_rank: str | None = None, has_adapter: 
         "rewards": rewards,
         "history": trainer.state.log_history,
         "weights": {n: p.double().sum().item() for n, p in whole.items()},
-        "tasks": [t.task_id for t in trainer._tasks],
+        "tasks": [t.task_id for t in trainer._batch.tasks],
         "is_sharded": is_sharded,
+        "num_shared": num_shared[0],
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
 

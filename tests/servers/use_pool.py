@@ -1,6 +1,7 @@
-"""Opens a pool on the misbehaving server, has it start a process of its own, says so, and leaves in a given way."""
+"""Opens a pool on the misbehaving server, has it start a process and a daemon, says so, and leaves in a given way."""
 
 import os
+import signal
 import sys
 import time
 import types
@@ -12,6 +13,10 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 
+# As in a terminal, also where the tests run in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 package = types.ModuleType("mcp_grpo")  # in place of the real one, which takes long to import
 package.__path__ = [str(ROOT / "mcp_grpo")]
 sys.modules["mcp_grpo"] = package
@@ -20,7 +25,7 @@ from mcp_grpo.tools import ServerConfig, ToolPool  # noqa: E402
 from mcp_grpo.types import ToolCall  # noqa: E402
 
 
-ROGUE = str(ROOT / "tests" / "tools" / "servers" / "rogue.py")
+ROGUE = str(ROOT / "tests" / "servers" / "rogue.py")
 
 
 def rogue(name: str) -> ServerConfig:
@@ -28,8 +33,9 @@ def rogue(name: str) -> ServerConfig:
 
 
 async def start_grandchild(pool: ToolPool) -> None:
-    result = await pool.call(ToolCall(name="grandchild", arguments={}))
-    assert not result.is_error, result
+    for name in ("grandchild", "daemon"):
+        result = await pool.call(ToolCall(name=name, arguments={}))
+        assert not result.is_error, result
 
 
 async def main(how: str) -> None:

@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
 
 from mcp_grpo.learning.value_head import ValueRecorder, add_value_head, load_value_head, save_value_head
-from mcp_grpo.learning.value_loss import turn_weights, value_loss
+from mcp_grpo.learning.values import turn_weights, value_loss
 
 
 PROMPT, COMPLETION, ROWS = 5, 7, 8
 VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp_unused": {"kind": "mlp", "scale": 0.1, "unused": True},
-    "ddp_lora": {"lora": True, "kind": "mlp"},
-    "ddp_lora_checkpointing": {"lora": True, "checkpointing": True, "scale": 0.1},
-    "fsdp": {"sharded": True, "kind": "mlp", "scale": 0.1},
+    "ddp_unused": {"unused": True},
+    "ddp_lora": {"lora": True},
+    "ddp_lora_checkpointing": {"lora": True, "checkpointing": True},
+    "fsdp": {"sharded": True},
     "fsdp_lora": {"sharded": True, "lora": True},
 }
 
@@ -40,7 +40,7 @@ def policy(variant: dict[str, Any]) -> Any:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     lm = model.get_base_model() if variant.get("lora") else model
     add_fused_lm_head(lm)
-    add_value_head(model, kind=variant.get("kind", "linear"), backbone_grad_scale=variant.get("scale", 0.0))
+    add_value_head(model)
     with torch.no_grad():
         for index, (name, weight) in enumerate(model.named_parameters()):
             if "lora_" in name or "value_head" in name:
@@ -70,8 +70,8 @@ def loss_of(model: Any, rows: slice, num_processes: int) -> torch.Tensor:
     logps = output.log_probs[:, -COMPLETION:]
     policy_loss = -(logps * advantages[rows] * sampled[rows]).sum() / (sampled.sum() / num_processes)
     values = recorder.values()
-    num_turns = turn_weights(turn_ids).sum() / num_processes
-    return policy_loss + 0.5 * value_loss(values, returns[rows], turn_ids[rows], num_turns=num_turns)
+    num_turns = turn_weights(turn_ids, max_turns=3).sum() / num_processes
+    return policy_loss + 0.5 * value_loss(values, returns[rows], turn_ids[rows], num_turns=num_turns, max_turns=3)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,220 @@
+"""
+Ask what it saves to run each prompt once for all attempts at it.
+
+    python benchmarks/shared_prefix.py [--device cuda] [--checkpointing] [--json figures.json]
+
+The batch is like one of the desk: 8 tasks with 8 attempts each, prompts of 1,300 to 1,900 tokens of which the first 1,000 are
+those of the tools, the same for all tasks, and completions of 1,100 to 1,400 on average, of which the policy has sampled one
+token in eight. The model has random weights and an adapter (LoRA, r = 16 on all linear layers). The ways see the same tokens,
+turn by turn: trajectories of like length in passes without padding, with a log-probability for every token of a completion;
+the same with log-probabilities only of what the policy sampled; and the attempts at one or at two tasks in one pass, with what
+they have in common once. Each computes a loss (forward and backward) and scores the batch (forward), as a step does.
+Log-probabilities and gradients must agree.
+
+On a CPU (`--device cpu`) the model is tiny, everything an eighth as long, and seconds are those that one thread has computed, so
+that what else the machine does counts as little as it can. It exits with 1 if the way that the trainer
+chooses does not take less time than the first. Nothing is downloaded.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from fixed_turns import device_name, markdown, random_model, say, synchronize
+from peft import LoraConfig, get_peft_model
+from trl.trainer import add_fused_lm_head
+
+from mcp_grpo.learning import PromptSharing, SampledOnly, SharedPrompts, Unpadded
+
+
+NUM_TASKS, NUM_ATTEMPTS, MICRO_BATCH = 8, 8, 8
+SHAPES = {"cuda": ("0.6b", 1), "cpu": ("tiny", 8)}  # of the model, and how much shorter everything is
+# Nats per token, and of the gradient: rounding in bfloat16, and in float32.
+TOLERANCE = {"cuda": 0.05, "cpu": 1e-4}
+CLOCKS = {"cuda": time.perf_counter, "cpu": time.process_time}
+
+
+class Way(NamedTuple):
+    """How a batch is run: the size of a pass, whether tasks stay together, and whether the policy's tokens are enough."""
+
+    size: int
+    shares: bool
+    reads_all: bool
+
+
+WAYS = {
+    "rows, all tokens predicted": Way(MICRO_BATCH, shares=False, reads_all=True),
+    "rows": Way(MICRO_BATCH, shares=False, reads_all=False),
+    "prompts once": Way(MICRO_BATCH, shares=True, reads_all=False),
+    "prompts and tools once, two tasks a pass": Way(2 * NUM_ATTEMPTS, shares=True, reads_all=False),
+}
+BEFORE, NOW = "rows, all tokens predicted", "prompts once"
+
+
+def make_batch(shorter: int, vocabulary: int, device: str) -> dict[str, torch.Tensor]:
+    """Trajectories as TRL pads them: prompts on the left, completions on the right."""
+    random = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1300, 1900, (NUM_TASKS,), generator=random) // shorter
+    scale = torch.empty(NUM_TASKS, 1).log_normal_(7.0, 0.5, generator=random)
+    spread = torch.empty(NUM_TASKS, NUM_ATTEMPTS).log_normal_(0.0, 0.25, generator=random)
+    lengths = (scale * spread).clamp(60, 3400).long() // shorter
+    width, longest = int(sizes.max()), int(lengths.max())
+    tools = torch.randint(10, vocabulary, (1000 // shorter,), generator=random)
+    columns = torch.arange(width + longest)
+    rows, masks = [], []
+    for size, row_lengths in zip(sizes.tolist(), lengths.tolist(), strict=True):
+        prompt = torch.cat([tools, torch.randint(10, vocabulary, (size - len(tools),), generator=random)])
+        for length in row_lengths:
+            mask = (columns >= width - size) & (columns < width + length)
+            row = torch.randint(10, vocabulary, columns.shape, generator=random) * mask
+            row[width - size : width] = prompt
+            rows.append(row)
+            masks.append(mask)
+    ids, mask = torch.stack(rows), torch.stack(masks).long()
+    turns = 320 // shorter  # from the beginning of one to that of the next
+    is_sampled = (columns[width:] - width) % turns < turns // 8
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | (columns < width), -100),
+        "is_sampled": is_sampled.long() * mask[:, width:],
+    }
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def run(
+    model: Any, way: Way, batch: dict[str, torch.Tensor], device: str, *, learns: bool
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Return the seconds of passes over the batch, the log-probabilities of what was sampled, and the gradient."""
+    num_tokens = batch["is_sampled"].size(1)
+    order = torch.arange(len(batch["labels"]), device=device)
+    if not way.shares:
+        order = torch.argsort(batch["attention_mask"].sum(dim=1), descending=True)
+    found = torch.zeros(len(order), num_tokens, device=device)
+    unpadded = Unpadded(model)
+    called: Callable[..., Any] = SharedPrompts(model, unpadded, num_tokens) if way.shares else unpadded
+    model.zero_grad()
+    synchronize(device)
+    start = CLOCKS[device]()
+    with torch.set_grad_enabled(learns):
+        for chosen in order.split(way.size):
+            rows = {name: values[chosen] for name, values in batch.items()}
+            is_sampled = rows.pop("is_sampled")
+            stand_in = called if way.reads_all else SampledOnly(called, is_sampled, num_tokens)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                log_probs = stand_in(**rows, fused_lm_head=True).log_probs[:, -num_tokens:] * is_sampled
+            if learns:
+                (log_probs.sum() / 10_000).backward()
+            found[chosen] = log_probs.detach().float()
+    synchronize(device)
+    seconds = CLOCKS[device]() - start
+    gradients = [parameter.grad.float().flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return seconds, found, torch.cat(gradients) if gradients else torch.zeros(0)
+
+
+def make_model(shape: str, device: str, checkpointing: bool) -> Any:
+    """Return a random model with an adapter that is not zero, which can share prompts."""
+    torch.manual_seed(0)
+    model: Any = random_model(shape, device)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(model, adapter)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.mul_(0.05)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        PromptSharing(True).is_possible(model)
+    return model
+
+
+def measure(model: Any, batch: dict[str, torch.Tensor], device: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return for each way the seconds of each round, the peak of memory, and what came out."""
+    found: dict[str, dict[str, Any]] = {name: {"loss": [], "scoring": [], "peak": 0} for name in WAYS}
+    for number in range(rounds + 1):
+        for name, way in WAYS.items():
+            each = found[name]
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            loss, each["log_probs"], each["gradient"] = run(model, way, batch, device, learns=True)
+            if device == "cuda":
+                each["peak"] = max(each["peak"], torch.cuda.max_memory_allocated())
+            scoring, *_ = run(model, way, batch, device, learns=False)
+            counted = "" if number else " (not counted)"
+            say(f"Round {number} of {rounds}{counted}, {name}: {loss:.2f} s and {scoring:.2f} s")
+            if number:
+                each["loss"].append(loss)
+                each["scoring"].append(scoring)
+    return found
+
+
+def main() -> list[str]:
+    """
+    Run the benchmark.
+
+    Returns:
+        `list[str]`: What does not hold.
+    """
+    parser = argparse.ArgumentParser(description="Ask what it saves to run each prompt once for all attempts at it.")
+    parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations a second time")
+    parser.add_argument("--rounds", type=int, default=3, help="of each, after one to warm up")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    arguments = parser.parse_args()
+    device = arguments.device
+    shape, shorter = SHAPES[device]
+    if device == "cpu":
+        torch.set_num_threads(1)
+    model = make_model(shape, device, arguments.checkpointing)
+    batch = make_batch(shorter, model.config.vocab_size, device)
+    found = measure(model, batch, device, arguments.rounds)
+    num_sampled = batch["is_sampled"].sum()
+    log_probs, gradient = (found[BEFORE][name] for name in ("log_probs", "gradient"))
+    totals = {
+        name: [sum(pair) for pair in zip(each["loss"], each["scoring"], strict=True)] for name, each in found.items()
+    }
+    for name, each in found.items():
+        pairs = zip(totals[name], totals[BEFORE], strict=True)
+        each["ratio"] = statistics.median(now / before for now, before in pairs)
+        each["off"] = float((each.pop("log_probs") - log_probs).abs().sum() / num_sampled)
+        each["gradient_off"] = float((each.pop("gradient") - gradient).norm() / gradient.norm())
+    say(
+        f"{device_name(device)}, {shape}: {int(batch['attention_mask'].sum()):,} tokens as rows, {int(num_sampled):,} sampled.",
+        "",
+        markdown(
+            ["", "loss, s", "scoring, s", "together, of the first", "peak, GiB", "nats per token off", "gradient off"],
+            [
+                [
+                    name,
+                    f"{statistics.median(each['loss']):.2f}",
+                    f"{statistics.median(each['scoring']):.2f}",
+                    f"{each['ratio']:.2f}",
+                    f"{each['peak'] / 2**30:.1f}" if each["peak"] else "-",
+                    f"{each['off']:.1e}",
+                    f"{each['gradient_off']:.1e}",
+                ]
+                for name, each in found.items()
+            ],
+        ),
+    )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    limit = TOLERANCE[device]
+    wrong = [name for name, each in found.items() if not max(each["off"], each["gradient_off"]) <= limit]
+    problems = [f"Log-probabilities or gradients are off by more than {limit}: {name}." for name in wrong]
+    if not found[NOW]["ratio"] < 1:
+        problems.append(f"It is not faster to run prompts once: {found[NOW]['ratio']:.2f} of the time.")
+    return problems
+
+
+if __name__ == "__main__":
+    if failures := main():
+        sys.exit("\n".join(failures))

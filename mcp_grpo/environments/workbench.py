@@ -1,0 +1,276 @@
+"""
+WorkBench (Styles et al., 2024): office tasks whose outcome is the state of five sandbox databases.
+
+Tools, tasks, start states and the check of the end state are those of a clone of `olly-styles/WorkBench`; nothing of it is copied here.
+"""
+
+import ast
+import inspect
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from threading import Lock
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from mcp.types import Tool, ToolAnnotations
+
+from mcp_grpo.environments.environment import Environment
+from mcp_grpo.environments.functions import function_server
+from mcp_grpo.environments.modules import ModuleSet, compiled_modules
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.types import Task
+
+
+SERVER = "workbench"
+STATE_TOOL = "outcome"  # hidden from the policy
+HELD_OUT = 4  # every so many templates of a domain are kept for testing
+MAX_TURNS = 20  # the authors' limit
+SIDE_EFFECTS = "have unwanted side effects"
+
+_TOOLKITS, _CHECKS = "src.tools.toolkits", "src.evals.utils"
+_QUERIES = "data/processed/queries_and_answers"
+_SUFFIX = "_queries_and_answers.csv"
+_NOW = "HARDCODED_CURRENT_TIME"
+_DOMAIN_NAMES = {"crm": "customer_relationship_manager"}  # as some tasks call it, but not the toolkits
+_STRAY_BRACES = re.compile(r"([{}])\1")  # doubled for a template of LangChain
+
+
+def make_workbench(data: str | Path, tools: str = "domains") -> Environment:
+    """
+    Make the environment.
+
+    Args:
+        data (`str` or `Path`):
+            A clone of `olly-styles/WorkBench`.
+        tools (`str`, *optional*, defaults to `"domains"`):
+            Tools that a task is given: those of its `"domains"`, or `"all"`. The authors report both.
+
+    Returns:
+        [`Environment`]: 690 tasks in the splits `"train"` and `"test"`, which have no template in common.
+    """
+    if tools not in ("domains", "all"):
+        raise SettingsError(f"`tools` of WorkBench must be 'domains' or 'all', got {tools!r}.")
+    bench = WorkBench(Path(data))
+    rows = bench.rows(with_all_tools=tools == "all")
+    return Environment(
+        name="WorkBench",
+        servers={SERVER: {"server": bench.server, "x-mcp-grpo": {"state_tool": STATE_TOOL, "coerce_arguments": True}}},
+        splits={split: [row for row in rows if row["split"] == split] for split in ("train", "test")},
+        max_turns=MAX_TURNS,
+        flaws={SIDE_EFFECTS: lambda states: states.get(SERVER, {}).get("side_effects", False)},
+    )
+
+
+class WorkBench:
+    """A clone of the repository: its code is compiled once, and its tables are read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._code: dict[str, CodeType] = compiled_modules(root, "src") if (root / "src").is_dir() else {}
+        if not {_TOOLKITS, _CHECKS} <= self._code.keys() or not (root / _QUERIES).is_dir():
+            raise SettingsError(
+                f"{str(root)!r} is not WorkBench: it has no `src/tools/toolkits.py`, `src/evals/utils.py` or `{_QUERIES}`. Name a clone "
+                "of https://github.com/olly-styles/WorkBench."
+            )
+        self._tables: dict[str, pd.DataFrame] = {}  # by path
+        self._stand_ins = {
+            "pandas": _Overlay(pd, read_csv=self._read_csv),
+            "langchain.tools": SimpleNamespace(tool=_tool),
+            "numpy": _Overlay(np, random=np.random.RandomState()),  # one of their modules sets the seed
+            "random": random.Random(),
+        }
+        self._judging = Lock()
+        self._checks = self.fresh().load(_CHECKS)
+        self._is_correct, execute = self._checks.is_correct, self._checks.execute_actions_and_reset_state
+        self._after = lru_cache(maxsize=128)(lambda actions: execute(list(actions)))
+        toolkits = self.fresh().load(_TOOLKITS)
+        reads = {tool.name for tool in toolkits.tools_without_side_effects}
+        self.tools = [_described(tool, is_read=tool.name in reads) for tool in toolkits.all_tools]
+        self.tools.append(Tool(name=STATE_TOOL, description="", input_schema={"type": "object", "properties": {}}))
+
+    def fresh(self) -> ModuleSet:
+        """Return modules in their start state."""
+        return ModuleSet(self._code, self._stand_in)
+
+    def server(self, task: Task | None) -> Any:
+        """Make the server of one trajectory."""
+        office = _Office(self, () if task is None else task.metadata["actions"])
+        return function_server(SERVER, self.tools, office.call)
+
+    def judge(self, modules: ModuleSet, actions: Sequence[str]) -> dict[str, bool]:
+        """Compare the state of modules with that after the right actions, by the authors' own functions."""
+        checks, live, attempted = self._checks, modules.load(_CHECKS), list[str]()
+        live.DOMAINS = []  # so that its function, which resets these and then copies the tables, only copies them
+        left = live.execute_actions_and_reset_state([])
+        with self._judging:
+            right = self._after(tuple(actions))
+            # Equal tables need not be compared in small letters, which would take most of the time.
+            is_equal = [
+                isinstance(table, pd.DataFrame) and table.equals(other)
+                for table, other in zip(left, right, strict=True)
+            ]
+
+            def shortened(states: Sequence[Any]) -> list[Any]:
+                return [pd.DataFrame() if skip else copy(state) for state, skip in zip(states, is_equal, strict=True)]
+
+            # Theirs runs written calls by `eval`, which is not for what a policy writes: its calls have been made already.
+            checks.execute_actions_and_reset_state = lambda given: shortened(left if given is attempted else right)
+            try:
+                is_correct = bool(self._is_correct(attempted, list(actions), ""))
+                checks.execute_actions_and_reset_state = lambda given: left
+                checks.is_correct = lambda *_: is_correct
+                has_side_effects = bool(checks.has_side_effects(attempted, list(actions)))
+            except Exception:  # values that the comparison does not expect, which are not right
+                is_correct, has_side_effects = False, True
+        return {"correct": is_correct, "side_effects": has_side_effects}
+
+    def rows(self, *, with_all_tools: bool) -> list[dict[str, Any]]:
+        """Return all tasks."""
+        opening = {"role": "system", "content": self._opening}
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self._root / _QUERIES).glob(f"*{_SUFFIX}")):
+            domain = path.name.removesuffix(_SUFFIX)
+            table = pd.read_csv(path, dtype=str)
+            templates = list(dict.fromkeys(table["base_template"]))
+            for number, row in enumerate(table.to_dict(orient="records")):
+                actions = ast.literal_eval(row["answer"])
+                place = templates.index(row["base_template"])
+                domains = [_DOMAIN_NAMES.get(one, one) for one in ast.literal_eval(row["domains"])]
+                rows.append(
+                    {
+                        "task_id": f"{domain}-{number}",
+                        "prompt": [opening, {"role": "user", "content": row["query"]}],
+                        "tools": None
+                        if with_all_tools
+                        else [tool.name for tool in self._checks.get_toolkits(domains)],
+                        "family": domain,
+                        "template": row["base_template"],
+                        "split": "test" if place % HELD_OUT == HELD_OUT - 1 else "train",
+                        "actions": actions,
+                        "expected_state": {SERVER: {"correct": True}},
+                        "solution": {"steps": [{"calls": [_call(one)]} for one in actions], "final": "Done."},
+                    }
+                )
+        return rows
+
+    @cached_property
+    def _opening(self) -> str:
+        """Return the authors' line on date and rules, which they put before an agent's prompt."""
+        tree = ast.parse((self._root / "src/evals/utils.py").read_bytes())
+        (found,) = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            and any(isinstance(inner, ast.Name) and inner.id == _NOW for inner in ast.walk(node))
+        ]
+        return eval(compile(ast.Expression(found), _CHECKS, "eval"), vars(self._checks))
+
+    def _stand_in(self, name: str) -> Any:
+        if name in self._stand_ins:
+            return self._stand_ins[name]
+        return _AGENTS if name.startswith("langchain") else None
+
+    def _read_csv(self, path: str, **options: Any) -> pd.DataFrame:
+        if path not in self._tables:
+            file = self._root / path
+            if not file.is_file() and file.name == "email_addresses.csv":  # of a copy without the raw data
+                found = pd.DataFrame({"email_address": self._addresses()})
+            else:
+                found = pd.read_csv(file, **options)
+            # Newer versions of pandas give text a type of its own, which refuses a date in a column of dates as text.
+            self._tables[path] = found.astype(object)
+        return self._tables[path].copy()
+
+    def _addresses(self) -> list[str]:
+        """Return the addresses of colleagues in the tables: those of the commonest domain."""
+        tables = [pd.read_csv(path, dtype=str) for path in sorted((self._root / "data/processed").glob("*.csv"))]
+        texts = {text for table in tables for column in table for text in table[column].dropna()}
+        found = sorted(text for text in texts if re.fullmatch(r"[^@\s]+@[^@\s]+", text))
+        ((company, _),) = Counter(address.partition("@")[2] for address in found).most_common(1)
+        return [address for address in found if address.endswith(f"@{company}")]
+
+
+class _Office:
+    """One trajectory's modules, and what the task wants to be done with them."""
+
+    def __init__(self, bench: WorkBench, actions: Sequence[str]) -> None:
+        self._bench, self._actions = bench, actions
+        self._modules = bench.fresh()
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if name == STATE_TOOL:
+            return json.dumps(self._bench.judge(self._modules, self._actions))
+        return str(self._functions[name](**{key: str(value) for key, value in arguments.items()}))
+
+    @cached_property
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        return {tool.name: tool.func for tool in self._modules.load(_TOOLKITS).all_tools}
+
+
+class _Overlay:
+    """A module with some of its functions replaced."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self._module = module
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Agents:
+    """Stands for everything that the authors import to run agents."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+_AGENTS = _Agents()
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A stand-in for the object that the authors' decorator makes of a function."""
+
+    name: str
+    func: Callable[..., Any]
+
+
+def _tool(name: str, **_: Any) -> Callable[[Callable[..., Any]], _Tool]:
+    return lambda function: _Tool(name, function)
+
+
+def _described(tool: Any, *, is_read: bool) -> Tool:
+    """Return how a tool is described to the policy: by its docstring, whose parameters become the schema."""
+    text = _STRAY_BRACES.sub(r"\1", inspect.getdoc(tool.func) or "")
+    sections = re.split(r"^(\w+)\n-+\n", text, flags=re.MULTILINE)
+    parts = dict(zip(["", *sections[1::2]], map(str.strip, sections[::2]), strict=True))
+    told = re.split(r"^(\w+) ?: .*\n", parts.pop("Parameters", ""), flags=re.MULTILINE)
+    about = dict(zip(told[1::2], (" ".join(part.split()) for part in told[2::2]), strict=True))
+    description = "\n\n".join(f"{title}\n{part}".strip() for title, part in parts.items())
+    properties = {
+        name: {"type": "string", "description": about.get(name, "")}
+        for name in inspect.signature(tool.func).parameters
+    }
+    return Tool(
+        name=tool.name,
+        description=description,
+        input_schema={"type": "object", "properties": properties, "additionalProperties": False},
+        annotations=ToolAnnotations(read_only_hint=is_read),
+    )
+
+
+def _call(action: str) -> dict[str, Any]:
+    """Read a written call, such as `calendar.delete_event.func(event_id="1")`, as one of a tool."""
+    call: Any = ast.parse(action, mode="eval").body
+    tool = ast.unparse(call.func).removesuffix(".func").replace(".", "_")
+    return {"name": tool, "arguments": {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}}

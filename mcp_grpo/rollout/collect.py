@@ -1,0 +1,377 @@
+"""The trajectories of a batch: attempted, replaced where they teach nothing, and masked."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from mcp_grpo.errors import RolloutError
+from mcp_grpo.masking import SchemaMask, TurnGrammars
+from mcp_grpo.metrics import Ratio, reduced, tool_metrics, trajectory_metrics
+from mcp_grpo.rollout.background import Background
+from mcp_grpo.rollout.conversation import Conversation, Watch
+from mcp_grpo.rollout.engine import RolloutEngine
+from mcp_grpo.rollout.loop import Limits, derived_seed
+from mcp_grpo.rollout.progress import RolloutProgress, progress_bar
+from mcp_grpo.rollout.refill import other_rows, refill
+from mcp_grpo.rollout.renderer import Renderer
+from mcp_grpo.rollout.replay import COLUMN, ScriptedGenerator, scripted_turns, why_unfit
+from mcp_grpo.sampling.sampler import Sampler
+from mcp_grpo.tasks import task_from_row
+from mcp_grpo.types import StopReason, Task, Trajectory
+
+
+logger = logging.getLogger(__name__)
+
+DROP_TIME = 60.0  # seconds for a rollout to end that is of no use any more
+
+Row = dict[str, Any]
+Score = Callable[[list[int], list[Row], list[Trajectory]], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of a batch, on this process, with the attempts at their tasks."""
+
+    rows: list[Row]
+    tasks: list[Task]
+    trajectories: list[Trajectory]
+    progress: RolloutProgress
+    metrics: dict[str, float] = field(default_factory=dict)
+    mask_metrics: dict[str, Ratio] = field(default_factory=dict)
+
+    def reduced_metrics(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics of the batch over all processes."""
+        own = [trajectory for trajectory in self.trajectories if not trajectory.is_scripted]
+        ratios = trajectory_metrics(own) | self.progress.metrics() | self.mask_metrics
+        return self.metrics | reduced(ratios, accelerator) | tool_metrics(own, gather_object)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A batch that is rolled out while the one before it is trained on."""
+
+    tasks: list[Task]
+    progress: RolloutProgress
+    rollout: Background[list[Trajectory]]
+
+
+@dataclass(kw_only=True)
+class BatchCollector:
+    """
+    Attempts tasks with the policy as it is now, and makes batches of the attempts.
+
+    Args:
+        engine ([`RolloutEngine`]):
+            Has the servers, and runs many trajectories at once.
+        sampler ([`Sampler`]):
+            Samples from the policy.
+        renderer ([`Renderer`]):
+            Messages to tokens and back.
+        limits ([`Limits`]):
+            Where a trajectory ends at the latest.
+        accelerator (`accelerate.Accelerator`):
+            Knows the other ranks.
+        grammars ([`TurnGrammars`], *optional*):
+            Confine what is sampled.
+        schema_mask ([`SchemaMask`], *optional*):
+            Takes syntax of tool calls out of the loss.
+        seed (`int`):
+            Seed of the run.
+        temperature (`float`):
+            Temperature of sampling.
+        max_concurrent (`int`, *optional*):
+            Trajectories under way at a time.
+        max_refills (`int`):
+            How many times groups that teach nothing are replaced.
+        is_solved (`Callable[[Trajectory], bool]`, *optional*):
+            Tells whether an attempt solved its task. If given, scripted solutions are replayed where none did.
+        masks_cuts (`bool`):
+            Whether trajectories that ran out of turns or tokens are left out.
+        shows_progress (`bool`):
+            Whether a bar is shown.
+    """
+
+    engine: RolloutEngine
+    sampler: Sampler
+    renderer: Renderer
+    limits: Limits
+    accelerator: Accelerator
+    grammars: TurnGrammars | None
+    schema_mask: SchemaMask | None
+    seed: int
+    temperature: float
+    max_concurrent: int | None
+    max_refills: int
+    is_solved: Callable[[Trajectory], bool] | None
+    masks_cuts: bool
+    shows_progress: bool
+    num_rollouts: int = 0
+    _ahead: _Ahead | None = None
+    _has_told_unfit: bool = False
+
+    def collect(
+        self,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        group_size: int,
+        is_training: bool,
+        score: Score,
+        flat: Callable[[torch.Tensor], list[int]],
+        dataset: Any = None,
+        next_rows: Sequence[Row] = (),
+    ) -> Batch:
+        """
+        Attempt the tasks of a batch, and others instead of those that nothing can be learnt from.
+
+        Args:
+            rows (`Sequence[dict[str, Any]]`):
+                Rows of the dataset, those of a group one after another.
+            step (`int`):
+                Optimizer steps done, which the seed depends on.
+            group_size (`int`):
+                Attempts per group.
+            is_training (`bool`):
+                Whether the batch is trained on: only then are groups replaced.
+            score (`Callable`):
+                Returns what trajectories are compared by, of all ranks, given their places in the batch and their rows.
+            flat (`Callable`):
+                Returns the groups that teach nothing, from what `score` has returned.
+            dataset ([`~datasets.Dataset`], *optional*):
+                Where other tasks come from.
+            next_rows (`Sequence[dict[str, Any]]`, *optional*):
+                Rows of the next batch, to be rolled out meanwhile.
+        """
+        self.engine.check_open()
+        tasks = [task_from_row(row) for row in rows]
+        self.engine.catalog.check(*tasks)  # those of a stream have not been seen before
+        rank = self.accelerator.process_index
+        check_groups([task.task_id for task in tasks], group_size, offset=rank * len(tasks))
+        batch = Batch(list(rows), tasks, [], RolloutProgress())
+        # An engine that sleeps while the policy trains stays awake between the rollouts of one batch.
+        with self._awake(tasks) if self.sampler.sleeps else nullcontext():
+            self._begin(batch, step, is_training)
+            if self.is_solved is not None and is_training:
+                self._replay(batch, group_size, step, self.is_solved)
+            if self.max_refills and is_training:
+                shares = refill(
+                    len(rows),
+                    group_size,
+                    max_rounds=self.max_refills,
+                    flat=flat,
+                    rank=rank,
+                    num_ranks=self.accelerator.num_processes,
+                    score=lambda slots: score(
+                        slots, [batch.rows[slot] for slot in slots], [batch.trajectories[slot] for slot in slots]
+                    ),
+                    replace=lambda groups: self._replace(batch, groups, step, dataset),
+                )
+                batch.metrics |= {"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]}
+            if next_rows:
+                self._ahead = self._begin_ahead([task_from_row(row) for row in next_rows], step)
+        if self.masks_cuts:
+            batch.trajectories = [replace(t, left_out=t.is_cut) for t in batch.trajectories]
+        if self.schema_mask is not None:
+            batch.trajectories, batch.mask_metrics = self.schema_mask(
+                batch.trajectories, self.engine.all_schemas_for, gather_object, rank
+            )
+        return batch
+
+    def attempt(
+        self,
+        tasks: Sequence[Task],
+        *,
+        step: int,
+        temperature: float | None = None,
+        progress: RolloutProgress | None = None,
+    ) -> list[Trajectory]:
+        """Attempt each task once, with the policy as it is now."""
+        if self._ahead is not None:
+            self._ahead.rollout.wait()  # it goes on with the weights it began with
+        progress = progress or RolloutProgress()
+        bar = progress_bar(progress, total=progress.num_trajectories + len(tasks), disable=not self.shows_progress)
+        rollout = self._rollout(tasks, progress, step, temperature)
+        with self._awake(tasks) as generator, bar:
+            return rollout(generator=generator)
+
+    @contextmanager
+    def converse(
+        self, opening: Task, watch: Watch, *, temperature: float | None = None
+    ) -> Generator[Callable[[str], tuple[StopReason, str | None]]]:
+        """
+        Hold a conversation, with servers of its own: give what says something to the policy, and returns why the reply ended
+        and what broke. Only the model's context limits it; `watch` sees each turn and each call, on the engine's thread.
+        """
+        limits = replace(
+            self.limits, max_completion_length=self.limits.max_context or self.limits.max_completion_length
+        )
+        temperature = self.temperature if temperature is None else temperature
+        self.num_rollouts += 1
+        seed = derived_seed(self.seed, "conversation", self.num_rollouts)
+        with self._awake([opening]) as generator, self.engine.lease(opening) as lease:
+            conversation = Conversation(
+                opening,
+                self.renderer,
+                generator,
+                limits,
+                temperature,
+                seed,
+                self.grammars,
+                RolloutProgress(),
+                watch=watch,
+            )
+
+            def say(text: str) -> tuple[StopReason, str | None]:
+                return self.engine.ask(generator, partial(conversation.say, text, lease)), conversation.error
+
+            yield say
+
+    def drop_ahead(self) -> None:
+        """End what was begun for the next batch and is of no use."""
+        ahead, deadline = self._ahead, time.monotonic() + DROP_TIME
+        while ahead is not None and not ahead.rollout.is_done and time.monotonic() < deadline:
+            self.engine.cancel()
+            ahead.rollout.wait(timeout=0.2)
+        self._ahead = None
+
+    def close(self) -> None:
+        """End every server, what is still rolled out, and vLLM in process. Safe to call more than once."""
+        try:
+            self.drop_ahead()
+            self.sampler.close()
+        finally:
+            self.engine.close()
+
+    def _begin(self, batch: Batch, step: int, is_training: bool) -> None:
+        """Attempt the tasks of a batch, or wait for the attempts that were begun before."""
+        ahead = self._ahead if is_training else None
+        if ahead is not None and ahead.tasks == batch.tasks:
+            start, batch.progress = time.monotonic(), ahead.progress
+            batch.trajectories = ahead.rollout.result()
+            self._ahead = None
+            batch.metrics["rollout/wait_seconds"] = time.monotonic() - start
+            return
+        if ahead is not None:
+            self.drop_ahead()
+        batch.trajectories = self.attempt(batch.tasks, step=step, progress=batch.progress)
+
+    def _begin_ahead(self, tasks: list[Task], step: int) -> _Ahead:
+        self.engine.catalog.check(*tasks)
+        progress = RolloutProgress()
+        rollout = self._rollout(tasks, progress, step)
+        with self._awake(tasks) as generator:
+            background = Background(partial(rollout, generator=generator), self.accelerator.device)
+            return _Ahead(tasks, progress, background)
+
+    def _replay(self, batch: Batch, size: int, step: int, is_solved: Callable[[Trajectory], bool]) -> None:
+        """Put a task's scripted solution in the place of the last attempt of each group in which none succeeded."""
+        num_own, rank = len(batch.tasks), self.accelerator.process_index
+        solved = gather_object([is_solved(trajectory) for trajectory in batch.trajectories])
+        lost = [end - 1 for end in range(size, len(solved) + 1, size) if not any(solved[end - size : end])]
+        slots = [place - rank * num_own for place in lost if rank * num_own <= place < (rank + 1) * num_own]
+        slots = [slot for slot in slots if batch.tasks[slot].metadata.get(COLUMN)]
+        tasks = [batch.tasks[slot] for slot in slots]
+        rollout = self._rollout(tasks, RolloutProgress(), step)
+        turns = [scripted_turns(task, self.renderer) for task in tasks]
+        seeds = [derived_seed(rollout.keywords["seed"], index) for index in range(len(tasks))]
+        generator = ScriptedGenerator(dict(zip(seeds, turns, strict=True)))
+        found = rollout(generator=generator, finish=self._scripted) if tasks else []
+        unfit = Counter[str]()
+        for slot, trajectory in zip(slots, found, strict=True):
+            if problem := why_unfit(trajectory, is_solved):
+                unfit[problem] += 1
+            else:
+                batch.trajectories[slot] = trajectory
+        num_run, num_unfit = (
+            sum(counts) for counts in zip(*gather_object([(len(found), unfit.total())]), strict=True)
+        )
+        batch.metrics |= {
+            "solutions/solved_fraction": sum(solved) / len(solved),
+            "solutions/lost_groups": len(lost) * size / len(solved),
+            "solutions/replayed_fraction": (num_run - num_unfit) / len(solved),
+        }
+        if num_run:
+            batch.metrics["solutions/unfit_fraction"] = num_unfit / num_run
+        if unfit and not self._has_told_unfit:
+            self._has_told_unfit = True
+            reasons = "; ".join(f"{count} because {problem}" for problem, count in unfit.most_common())
+            logger.warning(
+                "%d of %d scripted solutions of a batch could not be replayed: %s. An attempt meets the same limits, so that the "
+                "policy may never solve these tasks. It is said once; `solutions/unfit_fraction` tells of every batch.",
+                unfit.total(),
+                len(found),
+                reasons,
+            )
+
+    def _scripted(self, trajectory: Trajectory, tools: Sequence[Mapping[str, Any]]) -> Trajectory:
+        scripted = replace(trajectory, is_scripted=True)
+        return scripted if self.schema_mask is None else self.schema_mask.mark(scripted, tools)
+
+    def _replace(self, batch: Batch, groups: Mapping[int, int], step: int, dataset: Dataset) -> None:
+        """Attempt other tasks in some places of the batch, the same one for all places of a group."""
+        taken = gather_object([row["task_id"] for row in batch.rows])
+        seed = derived_seed(self.seed, gather_object([self.num_rollouts])[0], "refill")  # the same on all ranks
+        drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
+        for slot, group in groups.items():
+            batch.rows[slot] = dataset[drawn[group]]
+            batch.tasks[slot] = task_from_row(batch.rows[slot])
+        attempts = self.attempt([batch.tasks[slot] for slot in groups], step=step, progress=batch.progress)
+        for slot, trajectory in zip(groups, attempts, strict=True):
+            batch.trajectories[slot] = trajectory
+
+    def _rollout(
+        self, tasks: Sequence[Task], progress: RolloutProgress, step: int, temperature: float | None = None
+    ) -> partial[list[Trajectory]]:
+        """Return a rollout that only lacks its generator."""
+        self.num_rollouts += 1
+        return partial(
+            self.engine.roll_out,
+            tasks,
+            renderer=self.renderer,
+            limits=self.limits,
+            temperature=self.temperature if temperature is None else temperature,
+            seed=derived_seed(self.seed, self.accelerator.process_index, step, self.num_rollouts),
+            grammars=self.grammars,
+            max_concurrent=self.max_concurrent,
+            finish=self.schema_mask and self.schema_mask.mark,
+            progress=progress,
+        )
+
+    def _awake(self, tasks: Sequence[Task]) -> AbstractContextManager[Any]:
+        return self.sampler.awake(partial(self.engine.prompt_ids, tasks, self.renderer))
+
+
+def check_groups(task_ids: Sequence[str], size: int, offset: int = 0) -> None:
+    """Refuse a batch in which a group of `size` attempts, counted from `offset` in the whole batch, has several tasks."""
+    groups: dict[int, set[str]] = {}
+    for index, task_id in enumerate(task_ids, offset):
+        groups.setdefault(index // size, set()).add(task_id)
+    if mixed := [sorted(found) for found in groups.values() if len(found) > 1]:
+        raise RolloutError(
+            f"A group must hold {size} attempts at one task, but one holds the tasks {mixed[0]}. Do not replace the "
+            "trainer's sampler or data loader, and keep `dispatch_batches` off."
+        )
+
+
+def check_failures(trajectories: Sequence[Trajectory], fraction: float, limit: float) -> None:
+    """Stop a run in which too many trajectories fail: `fraction` of those of all ranks, more than `limit`."""
+    # Gathered, so that every rank stops, and for the same reasons.
+    reasons = gather_object([f"{t.stop_reason}: {t.error or ''}" for t in trajectories if t.is_failed])
+    if fraction <= limit:
+        return
+    listed = "\n".join(f"  - {count} times {reason}" for reason, count in Counter(reasons).most_common(5))
+    raise RolloutError(
+        f"{fraction:.0%} of the trajectories failed for reasons the policy is not to blame for, more than "
+        f"`max_failed_fraction` ({limit:.0%}):\n{listed}\n"
+        "Mend the servers, give them more time (`call_timeout`, `trajectory_timeout`), or raise the limit."
+    )

@@ -1,0 +1,189 @@
+"""Sample with a vLLM engine in this process, adding and removing requests between its steps."""
+
+import asyncio
+import itertools
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcp_grpo.errors import SamplerError
+from mcp_grpo.sampling.generator import Generation, Sampling, with_allowed_logprobs
+
+
+_IDLE_SECONDS = 1.0  # between checks of whether the rollout is done
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    prompt_ids: Sequence[int]
+    params: Any
+    request_id: str
+    result: Future[Any] = field(default_factory=Future)
+
+
+class VLLMGenerator:
+    """
+    Generator over a vLLM engine in this process.
+
+    `generate` may be awaited from any event loop. The engine runs in `serve`, on the thread that calls it: before each of its
+    steps new requests are added and abandoned ones aborted, so that no trajectory waits for another. Prompts and completions
+    are token ids; no tokenizer is involved.
+
+    Args:
+        engine (`vllm.LLMEngine`):
+            The engine, with `logprobs_mode="processed_logprobs"`.
+        end_of_turn_ids (`Sequence[int]`):
+            Tokens that end a turn.
+        adapter (`Callable[[], LoRARequest | None]`, *optional*):
+            Returns the adapter to sample a new request with.
+    """
+
+    def __init__(
+        self, engine: Any, *, end_of_turn_ids: Sequence[int], adapter: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._engine = engine
+        self._end_of_turn_ids = sorted(end_of_turn_ids)
+        self._adapter = adapter
+        self._inbox: queue.SimpleQueue[_Request | str | None] = queue.SimpleQueue()  # a name is of a request to abort
+        self._under_way: dict[str, _Request] = {}
+        self._numbers = itertools.count()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """See [`Generator.generate`]."""
+        output = await self._ask(prompt_ids, _params(sampling, self._end_of_turn_ids))
+        completion = output.outputs[0]
+        generation = Generation(
+            token_ids=tuple(completion.token_ids),
+            logprobs=_sampled_logprobs(completion.token_ids, completion.logprobs, sampling),
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+        )
+        if sampling.constraint is None:
+            return generation
+        # vLLM reports the constrained distribution; score the tokens without the constraint.
+        (scores,) = await self.score([*prompt_ids, *generation.token_ids])
+        return with_allowed_logprobs(generation, scores)
+
+    async def score(self, token_ids: Sequence[int]) -> list[list[float]]:
+        """Return the policy's log-probabilities of tokens at temperature 1, all but the first; one list per engine."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._ask(token_ids, params)
+        rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [[row[token].logprob for token, row in rows]]
+
+    async def _ask(self, prompt_ids: Sequence[int], params: Any) -> Any:
+        request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}")
+        self._inbox.put(request)
+        try:
+            # The future stays pending until the engine is done, so that it can still be cancelled.
+            return await asyncio.wrap_future(request.result)
+        finally:
+            if not request.result.done() or request.result.cancelled():
+                self._inbox.put(request.request_id)
+
+    def serve(self, until: Future[Any]) -> None:
+        """See [`Generator.serve`]."""
+        until.add_done_callback(lambda _: self._inbox.put(None))
+        try:
+            while not until.done():
+                self._take(is_idle=not self._under_way)
+                if self._under_way:
+                    self._step()
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, Exception):
+                raise _explained(error) from error
+            raise
+        finally:
+            # After Ctrl-C or an error, abort what nobody waits for.
+            self._drop(list(self._under_way))
+
+    def _take(self, is_idle: bool) -> None:
+        """Add and abort requests of the engine; wait for one if it is idle."""
+        with suppress(queue.Empty):
+            item = self._inbox.get(timeout=_IDLE_SECONDS) if is_idle else self._inbox.get_nowait()
+            while True:
+                if isinstance(item, _Request):
+                    self._add(item)
+                elif item in self._under_way:
+                    self._drop([item])
+                item = self._inbox.get_nowait()
+
+    def _add(self, request: _Request) -> None:
+        if request.result.cancelled():
+            return
+        try:
+            self._engine.add_request(
+                request.request_id,
+                {"prompt_token_ids": list(request.prompt_ids)},
+                request.params,
+                lora_request=self._adapter(),
+            )
+        except Exception as error:  # only this request is refused
+            _resolve(request, SamplerError(f"vLLM refuses the request: {error}"))
+        else:
+            self._under_way[request.request_id] = request
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished and (request := self._under_way.pop(output.request_id, None)):
+                _resolve(request, output)
+
+    def _drop(self, names: list[str]) -> None:
+        if names:
+            for name in names:
+                del self._under_way[name]
+            self._engine.abort_request(names)
+
+    def _fail(self, error: BaseException) -> None:
+        # As our own error: a `KeyboardInterrupt` belongs to this thread, and would end the waiting event loop.
+        for request in self._under_way.values():
+            _resolve(request, SamplerError(f"Generation was cut off by {error!r}."))
+
+
+def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+
+    constraint = sampling.constraint
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed >> 1,  # of 63 bits
+        stop_token_ids=end_of_turn_ids,
+        ignore_eos=True,  # only the tokens above end a turn, whatever the checkpoint says
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if constraint is None else StructuredOutputsParams(grammar=constraint.text),
+    )
+
+
+def _sampled_logprobs(token_ids: Sequence[int], logprobs: Sequence[Any], sampling: Sampling) -> tuple[float, ...]:
+    if sampling.temperature == 0:  # the most likely token is certain
+        return (0.0,) * len(token_ids)
+    return tuple(row[token].logprob for token, row in zip(token_ids, logprobs, strict=True))
+
+
+def _resolve(request: _Request, result: Any) -> None:
+    with suppress(InvalidStateError):  # nobody waits for it
+        if isinstance(result, Exception):
+            request.result.set_exception(result)
+        else:
+            request.result.set_result(result)
+
+
+def _explained(error: Exception) -> SamplerError:
+    if "out of memory" in str(error).lower():
+        return SamplerError(
+            f"The vLLM engine ran out of memory: {error}. Lower `vllm_gpu_memory_utilization` if the policy takes what is "
+            "missing, raise it if the engine's own cache is too small, or set `vllm_enable_sleep_mode=True`."
+        )
+    return SamplerError(f"The vLLM engine failed: {error!r}. The trajectories under way are lost; restart the run.")

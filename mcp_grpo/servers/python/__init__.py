@@ -1,1 +1,0 @@
-"""Runs Python code in a sandbox, with a state for each trajectory."""

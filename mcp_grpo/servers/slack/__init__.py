@@ -1,6 +1,0 @@
-"""MCP server `slack`: read channels and threads, post, reply, react."""
-
-from mcp_grpo.servers.slack.workspace import Channel, Message, Thread, User, Workspace
-
-
-__all__ = ["Channel", "Message", "Thread", "User", "Workspace"]

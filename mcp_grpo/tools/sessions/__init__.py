@@ -1,0 +1,1 @@
+"""Sessions with servers: opened, shared between trajectories, and reopened when they fail."""

@@ -1,0 +1,1 @@
+"""Transports: how messages reach a server, and how its process ends."""

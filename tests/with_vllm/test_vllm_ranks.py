@@ -1,0 +1,30 @@
+"""vLLM on several processes: each has its own engine, and all train one policy."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.ranks import launch
+
+
+ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("weight_sync", ["merge", pytest.param("adapter", marks=pytest.mark.full)])
+def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
+    tmp_path: Path, wide_adding_model: str, weight_sync: str
+) -> None:
+    changes = {
+        "use_vllm": True,
+        "vllm_max_model_length": 2048,
+        "vllm_engine_kwargs": ENGINE,
+        "weight_sync": weight_sync,
+    }
+    finished = launch("train_ranks.py", wide_adding_model, tmp_path, json.dumps({"run": changes}))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)
+    assert all(entry["align/logp_mae"] < 1e-4 for entry in history)
