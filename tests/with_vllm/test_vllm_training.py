@@ -59,9 +59,9 @@ def processes() -> set[int]:
 
 
 def leftovers(folder: Path, server: int, before: set[int]) -> list[Any]:
-    """Processes that were not there before and are not of the vLLM server, and files for vLLM."""
+    """Processes that were not there before and are not of the vLLM server, and this process's files for vLLM."""
     started = [pid for pid in processes() - before if os.getsid(pid) != server]
-    return [*started, *SHARED_MEMORY.glob("mcp-grpo-*"), *folder.glob("sampler/*")]
+    return [*started, *SHARED_MEMORY.glob(f"mcp-grpo-{os.getpid()}-*"), *folder.glob("sampler/*")]
 
 
 def held_memory(trainer: Any) -> list[weakref.ref[Any]]:

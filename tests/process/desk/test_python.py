@@ -241,6 +241,7 @@ async def test_a_trajectory_waits_until_another_makes_room_and_no_state_is_lost(
     assert sorted(states) == [str(number) for number in range(6)]
 
 
+@pytest.mark.full
 async def test_a_state_that_was_given_up_is_the_server_s_fault() -> None:
     async with ToolPool([config("--max-idle", "0.2")]) as pool, pool.lease(TASK) as lease:
         await say(lease, "x = 5")

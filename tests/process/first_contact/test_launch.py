@@ -58,6 +58,7 @@ def test_the_launch_line_alone_says_what_it_chose_and_that_there_are_no_weights(
     assert not (shell.folder / "outputs").exists()  # nothing was started
 
 
+@pytest.mark.full
 def test_it_trains_a_model_in_a_folder_on_servers_and_a_single_task(
     shell: Shell, own: list[str], adding_model: str, tmp_path: Path
 ) -> None:

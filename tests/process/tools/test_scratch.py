@@ -105,6 +105,7 @@ def test_a_copy_that_others_would_get_is_refused(office: Path, options: dict[str
         )
 
 
+@pytest.mark.full
 def test_calls_at_the_end_show_the_state_that_a_task_expects(office: Path) -> None:
     idle = row(office, task_id="idle", solution={"steps": [], "final": "Done."})
     too_much = row(office, task_id="too much")

@@ -105,6 +105,7 @@ class TestMistakesOfOurs:
         assert result.kind is ResultKind.SERVER_ERROR
         assert result.text == "RuntimeError: ␛]0;secret ***"
 
+    @pytest.mark.full
     async def test_in_reading_a_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         entry = servers("--forget")
         entry["teller"]["x-mcp-grpo"] = {"isolation": "exclusive", "state_tool": "forget"}

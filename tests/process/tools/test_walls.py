@@ -87,6 +87,7 @@ DEEP = "import os\nos.chdir(Path.home())\nfor _ in range(1200):\n    os.mkdir('d
 """Folders in folders, more than Python may recurse into."""
 
 
+@pytest.mark.full
 async def test_a_home_that_is_deeper_than_python_recurses_is_removed() -> None:
     _, home = await answers({}, f"exec({DEEP!r})", "str(Path.home())")
     assert not Path(home.removeprefix("did ")).exists()

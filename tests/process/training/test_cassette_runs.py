@@ -65,6 +65,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUMS_KEY", SECRET)
 
 
+@pytest.mark.full
 def test_a_replayed_run_needs_no_server_and_is_the_same_token_by_token(
     tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:

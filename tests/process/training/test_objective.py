@@ -640,6 +640,7 @@ def test_a_run_that_cannot_learn_says_so(tmp_path: Path, adding_model: str, capl
     assert "dynamic_sampling" in said[0]
 
 
+@pytest.mark.full
 def test_a_strict_run_stops_with_the_reason_and_a_checkpoint(tmp_path: Path, adding_model: str) -> None:
     class Misaligned(Spy):
         def _generate_and_score_completions(self, inputs: Any) -> Any:

@@ -213,6 +213,7 @@ def rewards_of_some(completions: list[Any], **kwargs: Any) -> list[float | None]
     return [None if place % 2 else float(place % 4) for place in range(len(completions))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

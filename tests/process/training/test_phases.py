@@ -29,6 +29,7 @@ def test_a_turn_is_as_long_as_it_may_be(tmp_path: Path, adding_model: str) -> No
     assert (len(judged.completion_ids), judged.stop_reason) == (9, StopReason.MAX_TOKENS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("phase", "method"),
     [

@@ -45,6 +45,7 @@ def test_a_model_an_adapter_and_a_trainer_are_evaluated(tmp_path: Path, adding_m
     assert of_adapter.tokens == of_trainer.tokens
 
 
+@pytest.mark.full
 def test_the_command_writes_a_report_and_compares(
     tmp_path: Path, adding_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_every_token_is_recorded_as_the_loss_saw_it(tmp_path: Path, adding_model
     assert [(note["step"], note["sentence"]) for note in run["health"]][-1] == (2, "It falls.")
 
 
+@pytest.mark.full
 def test_several_passes_in_another_order_come_back_to_their_rows_and_are_shown(
     tmp_path: Path, adding_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_several_passes_in_another_order_come_back_to_their_rows_and_are_shown(
     assert "no recorded trajectories" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_new_run_starts_anew_and_a_resumed_one_goes_on(tmp_path: Path, adding_model: str) -> None:
     (tmp_path / FOLDER).mkdir()
     for step in (0, 7):

@@ -61,6 +61,7 @@ def test_one_attempt_of_a_lost_group_gives_way_to_the_solution(tmp_path: Path, a
     assert log["stop/answered"] <= 1  # of the other fourteen
 
 
+@pytest.mark.full
 def test_a_solution_goes_on_where_the_user_does(tmp_path: Path, adding_model: str) -> None:
     rounds = {"rounds": [SOLUTION | {"final": "5"}, {"steps": [], "final": "7"}]}
     rows = [{**row, "user_turns": ["Sure?"], "solution": rounds} for row in HARD]
@@ -82,6 +83,7 @@ def test_where_an_attempt_succeeds_nothing_is_replayed(tmp_path: Path, adding_mo
     assert watching.logs[0]["solutions/lost_groups"] == 0
 
 
+@pytest.mark.full
 def test_what_counts_as_solved_is_what_the_trainer_was_told(tmp_path: Path, adding_model: str) -> None:
     watching = Watching()
     kind: Any = partial(MCPGRPOTrainer, is_success=lambda trajectory: True)
@@ -99,6 +101,7 @@ def test_it_is_off_unless_asked_for(tmp_path: Path, adding_model: str) -> None:
     assert not any(name.startswith("solutions/") for name in watching.logs[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("solution", "limits", "problem"),
     [
@@ -209,6 +212,7 @@ def test_tasks_without_a_solution_to_replay_are_refused_before_the_first_step(
         run(tmp_path, adding_model, [{**row, "solution": {"steps": "none", "final": "5"}} for row in ROWS])
 
 
+@pytest.mark.full
 def test_a_task_alone_may_lack_one(tmp_path: Path, adding_model: str) -> None:
     rows = [HARD[0], *({**row, "solution": None} for row in HARD[1:])]
     _, watching = run(tmp_path, adding_model, rows, per_device_train_batch_size=32, num_generations=8)

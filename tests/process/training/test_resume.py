@@ -148,6 +148,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_weights_of_the_one_t
         assert torch.equal(resumed._reference.state_dict()[name], average), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("run", "dtype"), [("adapter_run", torch.float32), full("half_run", torch.bfloat16)])
 def test_the_reference_of_an_adapter_is_averaged_in_float32_and_computes_in_the_dtype_of_autocast(
     request: pytest.FixtureRequest, run: str, dtype: torch.dtype
@@ -171,6 +172,7 @@ class Counting(MCPGRPOTrainer):
         return super()._generate(*args, **kwargs)
 
 
+@pytest.mark.full
 def test_a_published_checkpoint_holds_no_batch_and_goes_on_with_a_new_one(
     tmp_path: Path, adding_model: str, reusing_run: MCPGRPOTrainer
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_published_checkpoint_holds_no_batch_and_goes_on_with_a_new_one(
     assert resumed.batches == 1  # a whole one, for the two steps that were left
 
 
+@pytest.mark.full
 def test_with_another_number_of_processes_a_batch_that_was_not_used_up_is_rolled_out_anew(
     tmp_path: Path, adding_model: str, reusing_run: MCPGRPOTrainer
 ) -> None:
@@ -256,6 +259,7 @@ def test_a_checkpoint_holds_the_adapter_and_beside_it_the_value_head_and_the_ref
     assert any(weight.abs().max() > 0 for weight in loaded.state_dict().values())
 
 
+@pytest.mark.full
 def test_full_weights_are_saved_without_the_value_head(tmp_path: Path, full_run: MCPGRPOTrainer) -> None:
     full_run.save_model(str(tmp_path))
     assert not any("value_head" in name for name in load_file(tmp_path / "model.safetensors"))

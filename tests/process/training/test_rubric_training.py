@@ -8,6 +8,7 @@ from helpers.runs import make_trainer
 from mcp_grpo.rewards import Rubric, answer_match, call_penalty, format_reward
 
 
+@pytest.mark.full
 def test_a_run_logs_what_was_paid_for_what(tmp_path: Path, adding_model: str) -> None:
     rubric = Rubric(
         {"answer": answer_match, "form": format_reward(answer_line=False, max_length=50), "calls": call_penalty()},

@@ -104,6 +104,7 @@ def test_a_restated_statement_replaces_one_that_was_filed_earlier(market: Market
         assert restated.restated
 
 
+@pytest.mark.full
 def test_prices_as_traded_and_adjusted_tell_exactly_the_same(market: Market) -> None:
     for symbol in [one.symbol for one in market.companies() if market.splits(one.symbol)]:
         adjusted = market.prices(symbol, "2021-01-01", market.today)

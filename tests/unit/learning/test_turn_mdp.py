@@ -273,6 +273,7 @@ def test_values_that_are_upside_down_are_never_trusted() -> None:
     assert set(measured_weights("anti")[1]) == {0.0}
 
 
+@pytest.mark.full
 def test_values_fitted_to_the_returns_foretell_as_well_as_exact_ones() -> None:
     estimator = undiscounted("gae")
     fitted = torch.zeros_like(exact_values()).requires_grad_()

@@ -69,6 +69,7 @@ def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "currentColor" in page  # curves are in the colour of the text, light or dark
 
 
+@pytest.mark.full
 def test_a_run_that_was_not_evaluated_or_has_not_ended_has_its_page(tmp_path: Path) -> None:
     make_run(tmp_path, results=False)
     text = " ".join(Reader(write_page(tmp_path)[0].read_text()).text.split())

@@ -461,6 +461,7 @@ def test_too_many_tools_are_refused_with_the_heaviest_of_them_and_the_way_out() 
     assert "column `tools`" in message
 
 
+@pytest.mark.full
 def test_the_tokens_of_all_tools_add_up_to_what_the_message_says() -> None:
     task = Task(task_id="sum", prompt=TASK.prompt, tools=("lookUp1", "lookUp7", "lookUp8"))
     with pytest.raises(CatalogError) as caught:
@@ -471,6 +472,7 @@ def test_the_tokens_of_all_tools_add_up_to_what_the_message_says() -> None:
     assert abs(sum(each) + words - total) < 20
 
 
+@pytest.mark.full
 def test_tools_that_leave_less_room_than_a_completion_may_take_are_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -485,6 +487,7 @@ def test_tools_that_leave_less_room_than_a_completion_may_take_are_warned_of_onc
     assert "`allowed_tools`" in message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "limits",
     [

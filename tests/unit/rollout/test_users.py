@@ -357,6 +357,7 @@ async def test_a_model_that_fails_is_not_the_policys_fault(reply: Any, problem: 
     assert problem in str(trajectory.error)
 
 
+@pytest.mark.full
 async def test_a_model_of_this_process_plays_the_user() -> None:
     model = tiny_model(TOKENIZER)
     prompts = []

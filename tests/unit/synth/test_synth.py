@@ -85,6 +85,7 @@ def test_tools_of_other_servers_are_offered_too(of_library: Made) -> None:
     assert "add_book" not in row["tools"]  # it was not called, so nobody is to call it
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_tasks_and_another_does_not(of_library: Made) -> None:
     again = made({"library": library(), "parcels": many(5)})
     assert again.rows == of_library.rows
@@ -187,6 +188,7 @@ def test_what_a_hostile_server_says_is_in_no_prompt_and_no_card(tmp_path: Path) 
     assert INJECTIONS[0] not in (tmp_path / "report.json").read_text()
 
 
+@pytest.mark.full
 def test_253_tools_are_tried_and_few_of_them_offered() -> None:
     tasks = made({"many": many(253)}, num_tasks=60)
     assert len(tasks.tasks) == 60
@@ -235,6 +237,7 @@ def test_a_split_that_has_no_tasks_leaves_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "test.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_model_words_questions_and_is_asked_again_blind() -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         system = body["messages"][0]["content"] if len(body["messages"]) > 1 else ""
@@ -281,6 +284,7 @@ def test_tools_that_take_sql_are_asked_in_sql() -> None:
     assert not any("SELECT" in question(row) for row in tasks.tasks)
 
 
+@pytest.mark.full
 def test_rows_are_changed_only_where_that_is_allowed_and_isolated() -> None:
     shared = made({"database": database()}, allow_writes=True)
     assert "change" not in {row["family"] for row in shared.tasks}
