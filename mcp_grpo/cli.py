@@ -381,8 +381,9 @@ def _synth(arguments: argparse.Namespace) -> int:
     )
     if not files:
         _complain(
-            "Nothing was found that could be asked. Name the tools that only read in `read_only_tools`, give values to try with `--values`, "
-            "or allow changes with `--allow-writes`."
+            "Nothing was found that could be asked. Most often servers do not say which of their tools only read: say it for them with "
+            '`"x-mcp-grpo": {"read_only_tools": ["*"]}` in their entries of the mcpServers file, or name single tools there. Where no value '
+            "is known, give some with `--values`; `--allow-writes` also calls tools that change things."
         )
         return 1
     console.print(

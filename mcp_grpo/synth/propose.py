@@ -289,7 +289,7 @@ def _lacking(seen: Observation, known: Exploration, tools: Sequence[Tool], chanc
         [*(f"{tool.name} {tool.description} {tool.input_schema}" for tool in tools), *(one.text for one in known.seen)]
     )
     free = [one for one in ATTRIBUTES if not any(word in said.casefold() for word in one.split())]
-    if subject is None or not free or seen.reading.form == "text":
+    if subject is None or not free or seen.reading.form in ("text", "scalar"):
         return
     attribute = free[chance.randrange(len(free))]
     step = Step(tool=seen.tool.name, arguments=seen.arguments)

@@ -68,8 +68,14 @@ def _asked(made: Run) -> str:
 
 
 def _order(step: Step, tools: Mapping[str, Tool]) -> str:
-    words = f"{phrase(tools[step.tool])}{said_call(step)}"
+    words = _said(step, tools)
     return f"{words[0].upper()}{words[1:]}."
+
+
+def _said(step: Step, tools: Mapping[str, Tool]) -> str:
+    """Return a call as the rest of "Please ..."."""
+    words, with_what = phrase(tools[step.tool]), said_call(step)
+    return f"{words},{with_what}" if with_what and "," in words else f"{words}{with_what}"
 
 
 def _lowered(text: str) -> str:
@@ -78,7 +84,7 @@ def _lowered(text: str) -> str:
 
 def _turned(step: Step, asked: str, tools: Mapping[str, Tool]) -> str:
     """Return the question before what to do: "What is the `size` if you ...?"."""
-    return f"{asked[:-1]} if you {phrase(tools[step.tool])}{said_call(step)}?"
+    return f"{asked[:-1]} if you {_said(step, tools)}?"
 
 
 def _chained(made: Run, tools: Mapping[str, Tool]) -> str:
@@ -100,7 +106,7 @@ def _difference(made: Run, tools: Mapping[str, Tool]) -> str:
     assert chain.answer is not None
     name = next(name for name in one.arguments if one.arguments[name] != other.arguments[name])
     same = {key: value for key, value in one.arguments.items() if key != name}
-    order = f"{phrase(tools[one.tool])}{said_call(Step(tool=one.tool, arguments=same))}"
+    order = _said(Step(tool=one.tool, arguments=same), tools)
     twice = f"once with `{name}` set to {_value(one.arguments[name])} and once set to {_value(other.arguments[name])}"
     words = chain.answer.words(made.readings[-1].form)
     what = (

@@ -1,4 +1,4 @@
-"""Read what a tool returned: JSON, Python literals, tables, pairs, marked lines, or plain text."""
+"""Read what a tool returned: JSON, Python literals, tables, pairs, marked lines, a single value, or plain text."""
 
 import ast
 import csv
@@ -12,19 +12,24 @@ from typing import Any, Literal, cast
 from mcp_grpo.synth.tame import is_tame, is_tame_key
 
 
-Form = Literal["data", "table", "marked", "pairs", "text"]
+Form = Literal["data", "table", "marked", "pairs", "scalar", "text"]
 MARK, NAME = "mark", "name"  # fields of a line such as "[FILE] notes.txt"
 MAX_READ = 200_000  # characters
 MAX_ANSWER = 80
+MAX_WORDS = 5  # of a result that is one value: more make a sentence
 
 _GUESSED = {"true", "false", "yes", "no", "none", "null", "n/a"}  # where one guess in two is right
+# What a tool says, rather than names: a sentence, a part of data, or how it went.
+_SAID = re.compile(
+    r"[.!?:;…]$|^\W|[\[\]{}<>]|\b(?:no|not|none|ok|done|error|failed|unknown|invalid|success\w*)\b", re.IGNORECASE
+)
 _PAIR = re.compile(r"^([A-Za-z][\w -]{0,39}):\s+(\S.*)$")
 _MARKED = re.compile(r"^\[([A-Z][A-Za-z]{1,15})\]\s+(\S.*)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A result as data: objects, lists and scalars; the lines of a text that has no other form."""
+    """A result as data: an object, a list, a single value, or the lines of a text that has no other form."""
 
     form: Form
     value: Any
@@ -43,7 +48,12 @@ def read(text: str) -> Reading:
     if (value := _data(text)) is not None:
         return Reading("data", value)
     lines = [line.rstrip() for line in text.split("\n") if line.strip()]
-    for form, found in (("marked", _marked(lines)), ("pairs", _pairs(text)), ("table", _table(lines))):
+    for form, found in (
+        ("marked", _marked(lines)),
+        ("pairs", _pairs(text)),
+        ("table", _table(lines)),
+        ("scalar", _single(lines)),
+    ):
         if found is not None:
             return Reading(cast("Form", form), found)
     return Reading("text", [line.strip() for line in lines])
@@ -96,6 +106,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_plain(inner) for inner in cast("list[Any]", value)]
     return value
+
+
+def _single(lines: list[str]) -> Any:
+    """Read a result that is nothing but a number or a short name; a sentence is none."""
+    value = _number(lines[0].strip()) if len(lines) == 1 else None
+    is_name = isinstance(value, str) and len(value.split()) <= MAX_WORDS and not _SAID.search(value)
+    return value if is_scalar(value) and (is_name or not isinstance(value, str)) else None
 
 
 def _marked(lines: list[str]) -> list[dict[str, str]] | None:

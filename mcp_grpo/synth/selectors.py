@@ -119,7 +119,7 @@ class Selector:
         match self.kind:
             case "field":
                 outer = f" under `{'.'.join(self.path[:-1])}`" if len(self.path) > 1 else ""
-                return f"the `{'.'.join(self.path[-1:])}`{outer}"
+                return f"the `{self.path[-1]}`{outer}" if self.path else "the result"
             case "sum":
                 return f"the sum of `{self.key}` over all {many}{under}"
             case "most" | "least":
@@ -170,6 +170,8 @@ def selectors_of(reading: Reading) -> list[Selector]:
             if index < len(lines) - 1 and not re.search(r"[:=-]$|: ", str(lines[index]))
         ]
         return found + [Selector(kind="line", index=index) for index in plain]
+    if reading.form == "scalar":
+        return [Selector(kind="field")]
     return list(dict.fromkeys(_walk(reading.value, ())))
 
 

@@ -235,3 +235,5 @@ def _scalars(
                 yield path, number, None, item
             elif isinstance(item, dict):
                 yield from _scalars(item, path, number)
+    elif not path and index is None and is_scalar(value):
+        yield path, None, None, value

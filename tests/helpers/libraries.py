@@ -172,6 +172,34 @@ def locked() -> MCPServer:
     return server
 
 
+def staff() -> MCPServer:
+    """A server whose tools return a single name or number."""
+    server = MCPServer("staff", log_level="ERROR")
+    managers = {"Ida Berg": "Olga Frost", "Karl Weiss": "Ida Berg", "Lena Holm": "Olga Frost", "Olga Frost": "Nils Ek"}
+    salaries = {"Ida Berg": 5150, "Karl Weiss": 4220, "Lena Holm": 4380, "Olga Frost": 6090, "Nils Ek": 7400}
+
+    @server.tool(annotations=READS)
+    async def people() -> list[str]:
+        """List the people."""
+        return list(managers)
+
+    @server.tool(annotations=READS)
+    async def manager(person: str) -> str:
+        """Manager of a person."""
+        if person not in managers:
+            raise ToolError(f"There is no {person!r}.")
+        return managers[person]
+
+    @server.tool(annotations=READS)
+    async def salary(person: str) -> int:
+        """Salary of a person, in euros."""
+        if person not in salaries:
+            raise ToolError(f"There is no {person!r}.")
+        return salaries[person]
+
+    return server
+
+
 def per_task(calls: Counter[str]) -> dict[str, Any]:
     """The library, made anew for each trajectory."""
 

@@ -21,6 +21,7 @@ from helpers.libraries import (
     locked,
     many,
     per_task,
+    staff,
 )
 
 from mcp_grpo.errors import SettingsError
@@ -210,6 +211,16 @@ def test_values_that_are_given_are_tried() -> None:
     assert without.uncalled == {"open_safe": "no value is known that it could be called with"}
     tasks = made({"locked": locked()}, values={"word": ["sesame", "thistle"]})
     assert {417, 958} <= {row["answer"].get("value") for row in tasks.tasks}
+
+
+def test_tools_that_return_a_single_value_are_asked_and_linked() -> None:
+    tasks = made({"staff": staff()}).tasks
+    words = "find the salary of a person, in euros, with `person` set to `ida berg`"
+    asked = [row for row in tasks if row["family"] == "lookup" and words in question(row).lower()]
+    assert [row["answer"] for row in asked] == [{"type": "number", "value": 5150}]
+    chains = [[c["calls"][0]["name"] for c in row["solution"]["steps"]] for row in tasks if row["family"] == "chain"]
+    assert ["manager", "salary"] in chains
+    assert [one.problems for one in run_solutions(tasks_from_rows(tasks), {"staff": staff()}) if one.problems] == []
 
 
 def test_settings_that_make_nothing_are_refused() -> None:
