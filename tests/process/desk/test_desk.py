@@ -95,6 +95,7 @@ def test_another_seed_gives_other_tasks_and_another_world_others_still(datasets:
     assert len(ids[0] & ids[2]) < 10  # a few companies are in every world
 
 
+@pytest.mark.full
 def test_splits_share_neither_companies_nor_tasks(datasets: dict[str, Any]) -> None:
     issuers = {company.symbol: company.issuer for company in Market().companies()}
     used = {split: {issuers[symbol] for row in rows for symbol in row["symbols"]} for split, rows in datasets.items()}
@@ -104,6 +105,7 @@ def test_splits_share_neither_companies_nor_tasks(datasets: dict[str, Any]) -> N
         assert not ids[one] & ids[other]
 
 
+@pytest.mark.full
 def test_some_families_are_only_in_the_test_split(datasets: dict[str, Any]) -> None:
     for split, rows in datasets.items():
         found = Counter(rows["family"])
@@ -113,6 +115,7 @@ def test_some_families_are_only_in_the_test_split(datasets: dict[str, Any]) -> N
     assert len(set(FAMILIES) - set(HELD_OUT_FAMILIES)) >= 12
 
 
+@pytest.mark.full
 def test_every_row_is_a_task_with_turns_for_its_difficulty(datasets: dict[str, Any]) -> None:
     tasks = tasks_from_rows(datasets["train"])
     assert {task.difficulty: task.max_turns for task in tasks} == {"easy": 5, "medium": 8, "hard": 10}
@@ -193,6 +196,7 @@ def guesses(task: Task) -> list[str]:
     return ["no data available", "0", "100 USD", "1000000000 USD", "2024-06-28"]
 
 
+@pytest.mark.full
 def test_a_policy_that_asks_no_tool_is_paid_nothing_though_some_of_its_guesses_are_right(
     datasets: dict[str, Any],
 ) -> None:
@@ -224,6 +228,7 @@ def known(task: Task) -> list[str]:
     return [*task.metadata["symbols"], task.prompt[-1]["content"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("looks", LOOKS)
 def test_a_blind_policy_earns_less_than_a_fiftieth_of_the_desk(datasets: dict[str, Any], looks: str) -> None:
     best: list[float] = []
@@ -303,6 +308,7 @@ def test_what_has_not_done_its_task_is_paid_nothing(solved: list[Solution]) -> N
     assert min(tried.values()) >= 2
 
 
+@pytest.mark.full
 def test_giving_up_after_the_right_calls_is_right_for_few_tasks(datasets: dict[str, Any]) -> None:
     """It is paid nothing for the others (`always gives up`), and cannot be told from having read what there is not."""
     for split, rows in datasets.items():
@@ -310,6 +316,7 @@ def test_giving_up_after_the_right_calls_is_right_for_few_tasks(datasets: dict[s
         assert 0.04 < share < 0.08, split
 
 
+@pytest.mark.full
 def test_nothing_in_a_question_tells_whether_it_has_an_answer(datasets: dict[str, Any]) -> None:
     clauses = {"If there is no such data, say so.": Counter(), "If it did not trade": Counter()}
     forms: dict[str, Counter[bool]] = {}
