@@ -20,6 +20,11 @@ _COLOURS: dict[Status, str] = {"ok": "green", "wrong": "red", "warning": "yellow
 _ORDER: tuple[Status, ...] = ("wrong", "not run", "warning", "ok", "left")  # of the lines of a pre-flight
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 tool", "2 tools"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One row of a report. `left` is what only the machine of the run can tell."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcp_grpo.doctor.findings import Findings
+from mcp_grpo.doctor.findings import Findings, counted
 from mcp_grpo.errors import CatalogError, SettingsError, ToolServerError
 from mcp_grpo.rollout import RolloutEngine
 from mcp_grpo.tools import Cassette, Tool, ToolPool
@@ -75,7 +75,7 @@ def examine_servers(findings: Findings, engine: RolloutEngine, pool: ToolPool) -
     for config in pool.configs:
         tools = [tool for tool in engine.catalog.tools if tool.server == config.name]
         seconds = pool.seconds.get(config.name, 0.0)
-        said = f"{len(tools)} tools, listed after {seconds:.1f} s"
+        said = f"{counted(len(tools), 'tool')}, listed after {seconds:.1f} s"
         if tools:
             findings.ok(f"server {config.name}", said)
         else:
@@ -83,7 +83,7 @@ def examine_servers(findings: Findings, engine: RolloutEngine, pool: ToolPool) -
     examine_schemas(findings, engine.catalog.tools)
     unsafe = [tool.name for tool in engine.catalog.tools if not tool.is_repeatable]
     number = len(engine.catalog.tools) - len(unsafe)
-    said = f"{number} of {len(engine.catalog.tools)} tools are safe to call twice"
+    said = f"{number} of {counted(len(engine.catalog.tools), 'tool')} can safely be called twice"
     findings.ok("calling twice", f"{said}; not, or not said to be: {_few(unsafe)}" if unsafe else said)
     call_harmless(findings, engine, pool.configs)
 
@@ -99,7 +99,7 @@ def examine_schemas(findings: Findings, tools: Sequence[Tool]) -> None:
             "Mend the server, or exclude the tools with `allowed_tools`.",
         )
     else:
-        findings.ok("schemas", f"those of all {len(tools)} tools are valid")
+        findings.ok("schemas", f"valid, of {counted(len(tools), 'tool')}")
 
 
 def harmless_tools(tools: Sequence[Tool], configs: Sequence[ServerConfig]) -> list[Tool]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcp_grpo.doctor.findings import Findings
+from mcp_grpo.doctor.findings import Findings, counted
 from mcp_grpo.errors import CatalogError, TaskFormatError
 from mcp_grpo.evaluation.solutions import called_tools, check_solution_forms
 from mcp_grpo.rewards.checks import reward_message, reward_name, reward_problems, rewardable_tasks
@@ -58,7 +58,8 @@ def _examine_names(findings: Findings, tasks: Sequence[Task], engine: RolloutEng
     servers, catalog = ", ".join(sorted(engine.catalog.servers)), engine.catalog
     findings.ok(
         "tools",
-        f"all that {len(tasks)} tasks name exists on {servers}: {len(catalog.tools)} tools (catalog {catalog.hash[:16]})",
+        f"all that {counted(len(tasks), 'task')} name exists on {servers}: {counted(len(catalog.tools), 'tool')} "
+        f"(catalog {catalog.hash[:16]})",
     )
 
 

@@ -64,7 +64,7 @@ def test_servers_that_are_well_are_listed_and_only_harmless_tools_are_called(wri
     found = rows(servers=path)
     assert not wrong(found)
     assert "3 tools, listed after" in found["server patient"].found
-    assert "2 of 3 tools are safe to call twice; not, or not said to be: change" in found["calling twice"].found
+    assert "2 of 3 tools can safely be called twice; not, or not said to be: change" in found["calling twice"].found
     assert "1 tools answered, the slowest (`look`)" in found["harmless calls"].found
     assert not (tmp_path / "changed").exists()
     # What only the user vouches for is not called either: a file is written if it is.
