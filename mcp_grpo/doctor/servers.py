@@ -132,7 +132,7 @@ def call_harmless(findings: Findings, engine: RolloutEngine, configs: Sequence[S
         if result.is_error:
             failed.append(f"`{tool.name}` ({result.kind.value}): {result.text[:200]}")
     slowest = max(times, key=times.__getitem__)
-    said = f"{len(times)} tools answered, the slowest (`{slowest}`) after {times[slowest]:.2f} s"
+    said = f"{counted(len(times), 'tool')} answered, the slowest (`{slowest}`) after {times[slowest]:.2f} s"
     if failed:
         findings.warn(
             "harmless calls",

@@ -65,13 +65,13 @@ def test_servers_that_are_well_are_listed_and_only_harmless_tools_are_called(wri
     assert not wrong(found)
     assert "3 tools, listed after" in found["server patient"].found
     assert "2 of 3 tools can safely be called twice; not, or not said to be: change" in found["calling twice"].found
-    assert "1 tools answered, the slowest (`look`)" in found["harmless calls"].found
+    assert "1 tool answered, the slowest (`look`)" in found["harmless calls"].found
     assert not (tmp_path / "changed").exists()
     # What only the user vouches for is not called either: a file is written if it is.
     vouched = {"read_only_tools": ["*"]}
     path = write("mcp.json", {"patient": server("change", str(tmp_path / "changed"), **{"x-mcp-grpo": vouched})})
     found = rows(servers=path)
-    assert "3 of 3 tools are safe" in found["calling twice"].found
+    assert "3 of 3 tools can safely" in found["calling twice"].found
     assert found["harmless calls"].status == "not run"
     assert not (tmp_path / "changed").exists()
 
