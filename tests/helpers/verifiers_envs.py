@@ -81,6 +81,8 @@ _MODULES = {
 
         class Guess(vf.MultiTurnEnv):
             async def env_response(self, messages, state, **kwargs):
+                if not messages[-1].content.isdecimal():
+                    return [{"role": "user", "content": "That is no number."}]
                 guess, wanted = int(messages[-1].content), int(state["answer"])
                 if guess == wanted:
                     state["final_env_response"] = [{"role": "user", "content": "Right."}]
