@@ -101,7 +101,11 @@ def bench(
     tasks = tasks_from_rows(environment.tasks(split))[:number]
     if not tasks:
         raise SettingsError(f"The split {split!r} of {environment.name} has no tasks.")
-    fixed: dict[str, Any] = {"is_success": environment.is_success, "max_concurrent": _MAX_CONCURRENT}
+    fixed: dict[str, Any] = {
+        "is_success": environment.is_success,
+        "max_concurrent": _MAX_CONCURRENT,
+        "user": environment.user,
+    }
     found = evaluate(policy, tasks, environment.servers, output_dir=folder, **{**fixed, **settings})
     idle_folder = folder if policy is NOTHING else folder / NOTHING.name
     if policy is not NOTHING:

@@ -209,7 +209,7 @@ def _add_attempts(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="attempt the tasks of a public benchmark with a policy")
-    bench.add_argument("environment", help="workbench, bfcl, or module:function of an environment of yours")
+    bench.add_argument("environment", help="workbench, bfcl, verifiers, or module:function of an environment of yours")
     bench.add_argument("--data", help="folder with the benchmark's own files, such as a clone of its repository")
     bench.add_argument("--split", default="all", help="train, test or all (default: %(default)s)")
     bench.add_argument(

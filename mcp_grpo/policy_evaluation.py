@@ -137,7 +137,7 @@ def evaluate(
         if places and isinstance(policy, Endpoint):
             _ask_endpoint(policy, places, servers, is_success, keep, max_concurrent, user)
         elif places and isinstance(policy, Scripted):
-            _follow_scripts(policy, places, servers, is_success, keep, max_concurrent)
+            _follow_scripts(policy, places, servers, is_success, keep, max_concurrent, user)
         elif places:
             with local_policy(policy, servers, folder, settings, user=user) as trainer:
                 _roll_out(trainer, places, is_success, keep, temperature)
@@ -254,9 +254,10 @@ def _follow_scripts(
     is_success: Success,
     keep: Callable[[Sequence[Attempt]], None],
     max_concurrent: int,
+    user: User | None,
 ) -> None:
     tasks = policy.tasks(task for task, _ in places)
-    run = run_solutions(tasks, servers, is_success=is_success, max_concurrent=max_concurrent)
+    run = run_solutions(tasks, servers, is_success=is_success, max_concurrent=max_concurrent, user=user)
     for one, (_, index) in zip(run, places, strict=True):
         keep([attempt_of(one.trajectory, index, is_solved=is_solved(one.trajectory, is_success))])
 

@@ -11,12 +11,14 @@ from datasets import Dataset
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.rewards import is_done, task_outcome
 from mcp_grpo.tasks.columns import dataset_from_rows
+from mcp_grpo.tools.users import User
 from mcp_grpo.types import Trajectory
 
 
 NAMES = {
     "workbench": "mcp_grpo.environments.workbench:make_workbench",
     "bfcl": "mcp_grpo.environments.bfcl:make_bfcl",
+    "verifiers": "mcp_grpo.environments.verifiers:make_verifiers",
 }
 """Environments that are known by name, and what makes them."""
 ALL = "all"
@@ -43,6 +45,8 @@ class Environment:
             Turns that an attempt is to be allowed.
         flaws (`Mapping[str, Callable[[Mapping[str, Any]], bool]]`, *optional*):
             What is counted beside success, by what it is called: each function is given the states that an attempt left.
+        user (`Callable`, *optional*):
+            Says what users say next, as [`MCPGRPOTrainer`] takes it, where the tasks do not have it written.
 
     Example:
 
@@ -57,6 +61,7 @@ class Environment:
         MCPGRPOConfig("outputs/workbench", max_turns=environment.max_turns),
         environment.tasks("train"),
         servers=environment.servers,
+        user=environment.user,
     )
     ```
     """
@@ -70,6 +75,7 @@ class Environment:
     flaws: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(
         default_factory=dict[str, Callable[[Mapping[str, Any]], bool]]
     )
+    user: User | None = None
 
     def tasks(self, split: str = ALL) -> Dataset:
         """

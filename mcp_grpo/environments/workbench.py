@@ -7,6 +7,7 @@ Tools, tasks, start states and the check of the end state are those of a clone o
 import ast
 import inspect
 import json
+import logging
 import random
 import re
 from collections import Counter
@@ -27,8 +28,11 @@ from mcp_grpo.environments.environment import Environment
 from mcp_grpo.environments.functions import function_server
 from mcp_grpo.environments.modules import ModuleSet, compiled_modules
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.tools.secrets import shown_error
 from mcp_grpo.types import Task
 
+
+logger = logging.getLogger(__name__)
 
 SERVER = "workbench"
 STATE_TOOL = "outcome"  # hidden from the policy
@@ -41,6 +45,12 @@ _QUERIES = "data/processed/queries_and_answers"
 _SUFFIX = "_queries_and_answers.csv"
 _NOW = "HARDCODED_CURRENT_TIME"
 _DOMAIN_NAMES = {"crm": "customer_relationship_manager"}  # as some tasks call it, but not the toolkits
+_MAX_STEPS = 1_000_000  # that a search may take in one cell of a table
+_CELL = 64  # characters of a long cell, of those that are searched
+_MAX_PATTERN = 1000  # characters
+_ESCAPED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # characters without a meaning, and sets of them
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_FIXED = re.compile(r"\{\d+\}")
 _STRAY_BRACES = re.compile(r"([{}])\1")  # doubled for a template of LangChain
 
 
@@ -93,8 +103,8 @@ class WorkBench:
         self._is_correct, execute = self._checks.is_correct, self._checks.execute_actions_and_reset_state
         self._after = lru_cache(maxsize=128)(lambda actions: execute(list(actions)))
         toolkits = self.fresh().load(_TOOLKITS)
-        reads = {tool.name for tool in toolkits.tools_without_side_effects}
-        self.tools = [_described(tool, is_read=tool.name in reads) for tool in toolkits.all_tools]
+        self.searches = {tool.name for tool in toolkits.tools_without_side_effects}
+        self.tools = [_described(tool, is_read=tool.name in self.searches) for tool in toolkits.all_tools]
         self.tools.append(Tool(name=STATE_TOOL, description="", input_schema={"type": "object", "properties": {}}))
 
     def fresh(self) -> ModuleSet:
@@ -129,7 +139,11 @@ class WorkBench:
                 checks.execute_actions_and_reset_state = lambda given: left
                 checks.is_correct = lambda *_: is_correct
                 has_side_effects = bool(checks.has_side_effects(attempted, list(actions)))
-            except Exception:  # values that the comparison does not expect, which are not right
+            except Exception as error:  # values that the comparison does not expect, which are not right
+                logger.warning(
+                    "WorkBench's check failed at what an attempt left behind, which counts as wrong.\n%s",
+                    shown_error(error),
+                )
                 is_correct, has_side_effects = False, True
         return {"correct": is_correct, "side_effects": has_side_effects}
 
@@ -205,11 +219,18 @@ class _Office:
     def __init__(self, bench: WorkBench, actions: Sequence[str]) -> None:
         self._bench, self._actions = bench, actions
         self._modules = bench.fresh()
+        self._longest = _CELL  # text that may be in a cell
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if name == STATE_TOOL:
             return json.dumps(self._bench.judge(self._modules, self._actions))
-        return str(self._functions[name](**{key: str(value) for key, value in arguments.items()}))
+        texts = {key: str(value) for key, value in arguments.items()}
+        if name in self._bench.searches:
+            for text in texts.values():
+                _check_pattern(text, self._longest)
+        else:
+            self._longest = max([self._longest, *map(len, texts.values())])
+        return str(self._functions[name](**texts))
 
     @cached_property
     def _functions(self) -> dict[str, Callable[..., Any]]:
@@ -247,6 +268,23 @@ class _Tool:
 
 def _tool(name: str, **_: Any) -> Callable[[Callable[..., Any]], _Tool]:
     return lambda function: _Tool(name, function)
+
+
+def _check_pattern(text: str, longest: int) -> None:
+    """
+    Refuse a text that would be searched for too long. The authors' tools read it as a regular expression, which cannot be broken off:
+    with every repetition in it, the time grows by a power of the length of what is searched.
+    """
+    if len(text) <= _MAX_PATTERN:
+        plain = _ESCAPED.sub("x", text)
+        is_nested = _REPEATED_GROUP.search(plain) is not None
+        plain = _FIXED.sub("", plain).removesuffix(".*")
+        num_repeats, num_options = (sum(map(plain.count, kind)) for kind in ("*+{", "?|"))
+        if not is_nested and longest ** (num_repeats + 1) * 2**num_options <= _MAX_STEPS:
+            return
+    elif not set(text) & set("*+?{|"):
+        return
+    raise ValueError(f"Searching for {text[:100]!r} could take too long. Search for plain text.")
 
 
 def _described(tool: Any, *, is_read: bool) -> Tool:

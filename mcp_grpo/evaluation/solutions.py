@@ -14,10 +14,12 @@ from mcp_grpo.rewards.task import is_done
 from mcp_grpo.rollout.replay import COLUMN, call_message, rounds_of
 from mcp_grpo.tasks.rows import few
 from mcp_grpo.tools import Lease, ToolPool
+from mcp_grpo.tools.users import User
 from mcp_grpo.types import Exchange, Message, Segment, StopReason, Task, ToolCall, Trajectory
 
 
 _MAX_TASKS = 3  # named in a message
+_MAX_ROUNDS = 64  # of a script that repeats itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ def run_solutions(
     timeout: float = 120.0,
     is_success: Callable[[Trajectory], bool] = is_done,
     max_concurrent: int = 16,
+    user: User | None = None,
 ) -> list[Solution]:
     """
     Run the scripted solutions of tasks on the servers they are for.
@@ -92,6 +95,9 @@ def run_solutions(
             Whether a trajectory did its task; whether it gave the task's answer and left the state it asks for, if not given.
         max_concurrent (`int`, *optional*, defaults to `16`):
             Solutions under way at a time.
+        user (`Callable`, *optional*):
+            Says what users say next, as [`MCPGRPOTrainer`] takes it. A script whose last words are an answer without calls repeats
+            them for as long as the user has more to say.
 
     Returns:
         `list[Solution]`: One for each task, in their order.
@@ -105,7 +111,7 @@ def run_solutions(
     """
     check_solution_forms(tasks)
     with start_blocking_portal(name="mcp-grpo-solutions") as portal:  # a notebook has a loop in this thread already
-        return portal.call(_run_all, tasks, servers, timeout, is_success, max_concurrent)
+        return portal.call(_run_all, tasks, servers, timeout, is_success, max_concurrent, user)
 
 
 def called_tools(task: Task) -> list[str]:
@@ -177,6 +183,7 @@ async def _run_all(
     timeout: float,
     is_success: Callable[[Trajectory], bool],
     max_concurrent: int,
+    user: User | None,
 ) -> list[Solution]:
     found: dict[int, Solution] = {}
     room = anyio.CapacityLimiter(max_concurrent)
@@ -185,7 +192,7 @@ async def _run_all(
         async with room:
             found[index] = await _run(task, pool, timeout, is_success)
 
-    async with ToolPool(servers) as pool, anyio.create_task_group() as group:
+    async with ToolPool(servers, user=user) as pool, anyio.create_task_group() as group:
         for index, task in enumerate(tasks):
             group.start_soon(run, index, task)
     return [found[index] for index in range(len(tasks))]
@@ -220,14 +227,21 @@ class _Attempt:
         self._start = time.monotonic()
 
     async def run(self, lease: Lease) -> None:
-        for script in rounds_of(self.task):
+        rounds = rounds_of(self.task)
+        last = [] if rounds[-1]["steps"] else [rounds[-1]] * (_MAX_ROUNDS - len(rounds))
+        for number, script in enumerate([*rounds, *last], start=1):
             for step in script["steps"]:
                 await self._take(step, lease)
             self._messages.append({"role": "assistant", "content": script.get("final") or ""})
             self._num_turns += 1
             said = await lease.next_user_turn(lambda: self._trajectory({}))
-            if said is not None:
-                self._messages.append({"role": "user", "content": said[0].content})
+            if said is None:
+                if number < len(rounds):
+                    self.problems.append(f"The user has no more to say after {number} of its {len(rounds)} rounds.")
+                return
+            self._messages.append({"role": "user", "content": said[0].content})
+        self._messages.pop()
+        self.problems.append("The user has more to say than it answers. Give it a round for each message of the user.")
 
     async def _take(self, step: Mapping[str, Any], lease: Lease) -> None:
         calls = [ToolCall(name=call["name"], arguments=call["arguments"]) for call in step["calls"]]

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,61 @@ async def test_numbers_are_text_and_errors_are_answers(environment: Environment)
         # The raw list is not there, so that colleagues are those whose domain is the commonest.
         found = await lease.call(call("company_directory_find_email_address", name="e"))
         assert found.text == "['ann@our.example' 'bob@our.example']"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|a)*b", "(.*)*x", ".*.*.*.*.*x", "a?" * 40 + "a" * 40, "(x+x+)+y", "(?:a{1,9}){9}b"]
+)
+async def test_a_pattern_does_not_hold_up_the_others(environment: Environment, pattern: str) -> None:
+    """The authors' searches take what the policy writes for a regular expression, which nothing could break off."""
+    async with ToolPool(environment.servers) as pool, pool.lease(tasks_of(environment)[0]) as lease:
+        await lease.call(call("shelf_put", item="a" * 40 + "!", place="left"))
+        start = time.monotonic()
+        result = await lease.call(call("shelf_find", item=pattern))
+        assert time.monotonic() - start < 1
+    assert (result.kind, "Search for plain text." in result.text) == (ResultKind.TOOL_ERROR, True)
+
+
+@pytest.mark.anyio
+async def test_searches_are_what_they_were(environment: Environment) -> None:
+    patterns = [
+        "a lamp",
+        ".*lamp.*",
+        "^a l.*p$",
+        "lamp|cups",
+        r"\w+ lamp",
+        "l[am]*p",
+        "lamps?",
+        r"a.{1}lamp",
+        "a" * 3000,
+    ]
+    async with ToolPool(environment.servers) as pool, pool.lease(tasks_of(environment)[0]) as lease:
+        await lease.call(call("shelf_put", item="(a+)+ is what it is called", place="left"))  # which is no search
+        await lease.call(call("shelf_put", item="a lamp"))
+        found = [await lease.call(call("shelf_find", item=pattern)) for pattern in patterns]
+        assert ["a lamp" in one.text for one in found] == [True] * 8 + [False]
+        assert {one.kind for one in found} == {ResultKind.OK}
+        await lease.call(call("shelf_put", item="a" * 2000))  # what is searched may be the policy's own
+        start = time.monotonic()
+        slow = await lease.call(call("shelf_find", item="a*a*x"))
+        assert (slow.kind, time.monotonic() - start < 1) == (ResultKind.TOOL_ERROR, True)
+
+
+@pytest.mark.anyio
+async def test_a_check_that_fails_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> bool:
+        raise TypeError("It compares text with a number.")
+
+    monkeypatch.setattr("mcp_grpo.environments.workbench.copy", fail)
+    environment = load_environment("workbench", folder)
+    async with ToolPool(environment.servers) as pool:
+        _, state = await use(pool, tasks_of(environment)[0], call("shelf_put", item="x"))
+    assert state == {"correct": False, "side_effects": True}
+    assert "WorkBench's check failed at what an attempt left behind, which counts as wrong." in caplog.text
+    assert "TypeError: It compares text with a number." in caplog.text
 
 
 def test_its_modules_touch_nothing_of_this_process(folder: Path, tmp_path: Path) -> None:
