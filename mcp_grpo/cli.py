@@ -371,7 +371,7 @@ def _synth(arguments: argparse.Namespace) -> int:
 
     import anyio
 
-    from mcp_grpo.synth import NOTHING_MADE, SynthSettings, make_tasks, write_tasks
+    from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 
     console = make_console()
     settings = SynthSettings(
@@ -399,7 +399,10 @@ def _synth(arguments: argparse.Namespace) -> int:
         f"{len(made.tasks)} tasks{f' ({counts})' if counts else ''} from {made.num_calls} calls.", soft_wrap=True
     )
     if not files:
-        _complain(NOTHING_MADE)
+        _complain(
+            "Nothing was found that could be asked. Name the tools that only read in `read_only_tools`, give values to try with `--values`, "
+            "or allow changes with `--allow-writes`."
+        )
         return 1
     console.print(
         f"They are in {', '.join(map(str, files))}; {arguments.out / 'README.md'} tells about them.", soft_wrap=True

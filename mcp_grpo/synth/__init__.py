@@ -2,7 +2,7 @@
 
 from mcp_grpo.synth.pipeline import Made, SynthSettings, make_tasks
 from mcp_grpo.synth.rate import rated
-from mcp_grpo.synth.write import NOTHING_MADE, write_tasks
+from mcp_grpo.synth.write import write_tasks
 
 
-__all__ = ["NOTHING_MADE", "Made", "SynthSettings", "make_tasks", "rated", "write_tasks"]
+__all__ = ["Made", "SynthSettings", "make_tasks", "rated", "write_tasks"]

@@ -13,10 +13,6 @@ from mcp_grpo.synth.pipeline import Made
 CARD, REPORT = "README.md", "report.json"
 MAX_CARD_TEXT = 160
 NUM_EXAMPLES = 3
-NOTHING_MADE = (
-    "Nothing was found that could be asked. Name the tools that only read in `read_only_tools`, give values to try with `--values`, "
-    "or allow changes with `--allow-writes`."
-)
 
 
 def write_tasks(made: Made, folder: Path) -> list[Path]:

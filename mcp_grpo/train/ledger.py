@@ -13,6 +13,7 @@ from mcp_grpo.train.arguments import flag
 
 
 LEDGER_FILE, LOCK_FILE = "train.json", ".train.lock"
+FREE = {"doctor"}  # stages that leave nothing, and are simply done again for other arguments
 
 
 class Ledger:
@@ -23,7 +24,7 @@ class Ledger:
         folder (`Path`):
             The folder; it need not exist.
         told (`Mapping[str, Any]`):
-            What the command was told. Once a stage is done, a command that was told something else is refused.
+            What the command was told. Once a stage has left something, a command that was told something else is refused.
 
     Raises:
         [`SettingsError`]: If the folder has another run.
@@ -35,7 +36,10 @@ class Ledger:
         content = self._read()
         self._stages: dict[str, dict[str, Any]] = content.get("stages", {})
         self._facts: dict[str, Any] = content.get("facts", {})
-        if self._stages and (differences := _differences(content.get("told", {}), self._told)):
+        differences = _differences(content.get("told", {}), self._told) if self._stages else []
+        if differences and self._stages.keys() <= FREE:
+            self._stages, self._facts = {}, {}
+        elif differences:
             raise SettingsError(
                 f"{folder} has a run that was told something else: {'; '.join(differences)}. Go on with it by giving the same "
                 "arguments, or name another folder with `--out`."

@@ -98,7 +98,7 @@ def make_plan(
         Stage(name="tasks", what=tasks, seconds=1.0 if has_tasks else 30.0),
         Stage(
             name="calls",
-            what=f"see in {NUM_LOOKED_AT} attempts whether the policy can call tools, or warm it up on solutions",
+            what=f"see in {NUM_LOOKED_AT} attempts whether the policy can call tools; if not, warm it up on solutions",
             seconds=cost(NUM_LOOKED_AT, other=start),
             more=cost(num_test + NUM_LOOKED_AT, warm, start),
         ),
@@ -121,7 +121,7 @@ def plan_table(stages: Sequence[Stage], ledger: Ledger) -> Table:
     for number, stage in enumerate(stages, start=1):
         about = duration(stage.seconds) if stage in left else "done"
         if stage in left and stage.more is not None:
-            about += f", or {duration((stage.seconds or 0.0) + stage.more)}"
+            about += f"; warm start {duration(stage.more)}"
         style = "" if stage in left else "dim"
         table.add_row(str(number), stage.name, Text(stage.what), Text(about), style=style)
     table.add_section()

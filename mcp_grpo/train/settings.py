@@ -376,7 +376,7 @@ def warm_up_settings(size: ModelSize, num_solutions: int, *, is_cpu: bool) -> di
         if parameters <= MEDIUM
         else 1e-4,
         "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.05,
+        "warmup_steps": 2,
         "max_steps": min(max(3 * num_solutions // WARM_UP_BATCH, MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS),
         "per_device_train_batch_size": per_pass,
         "gradient_accumulation_steps": WARM_UP_BATCH // per_pass,

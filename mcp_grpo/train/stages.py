@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from datasets import disable_progress_bars
 from peft import PeftModel
 from rich.console import Console
 from rich.text import Text
@@ -24,7 +25,7 @@ from mcp_grpo.policy_evaluation import baselines, evaluate, read_evaluation
 from mcp_grpo.publishing import newest_checkpoint, serve_command
 from mcp_grpo.publishing.load import load_base
 from mcp_grpo.rewards import fault_penalty, is_done, task_outcome
-from mcp_grpo.synth import NOTHING_MADE, SynthSettings, make_tasks, write_tasks
+from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.imitation import (
@@ -47,6 +48,7 @@ from mcp_grpo.types import Task, Trajectory
 WARM_START = "warm_start"
 UNTRAINED, BEFORE, AFTER = "untrained", "before", "after"
 DOCTOR_FILE = "doctor.json"
+MAX_UNUSED = 5  # tools that are named where nothing could be asked
 OWN = ("num_eval_tasks",)  # of the recipes, not of the trainer
 
 
@@ -126,9 +128,7 @@ class Stages:
             with self._console.status("starting the servers ...") as status:
                 made = anyio.run(make_tasks, self._arguments.servers, settings, lambda text: status.update(Text(text)))
             if not write_tasks(made, self._folder / TASKS_FOLDER):
-                raise SettingsError(
-                    NOTHING_MADE.replace("give values to try with `--values`", "write tasks of your own (`--tasks`)")
-                )
+                raise SettingsError(_nothing_made(made.uncalled))
             self._say(
                 f"{len(made.tasks)} tasks from {made.num_calls} calls, each solved twice on the servers; "
                 f"{self._folder / TASKS_FOLDER / 'README.md'} tells about them."
@@ -321,6 +321,7 @@ class Stages:
         loading = {"dtype": settings.pop("dtype")}
         model = self._model_config(self._arguments.model)
         model.use_peft = settings.pop("use_peft")
+        disable_progress_bars()  # of preparing a few rows
         self._say(f"Warming up on the solutions of {len(tasks)} tasks, {settings['max_steps']} steps.")
         config = WarmupConfig(
             output_dir=str(folder),
@@ -359,3 +360,13 @@ def _evaluations(settings: Mapping[str, Any], num_tasks: int | None) -> dict[str
     # An evaluation is of whole batches, and no larger than there are attempts.
     attempts = num_tasks * settings["num_generations_eval"]
     return {"per_device_eval_batch_size": min(settings["per_device_eval_batch_size"], attempts)}
+
+
+def _nothing_made(uncalled: Mapping[str, str]) -> str:
+    """Say that there are no tasks, which tools were not used and why, and what to do."""
+    unused = [f"`{name}` was not used: {why}" for name, why in list(uncalled.items())[:MAX_UNUSED]]
+    advice = (
+        "Nothing was found that could be asked. If tools only read, say so with `readOnlyHint` in the server or `read_only_tools` in "
+        "the servers' file; or allow changes with `--allow-writes`, or write tasks of your own (`--tasks`)."
+    )
+    return "\n".join([advice, *unused])
