@@ -19,9 +19,11 @@ from quickstart_world.tasks import build_tasks, with_solutions
 from quickstart_world.warm_start import WARM_START
 
 from mcp_grpo.cli import main
+from mcp_grpo.train import stages
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import LEDGER_FILE, Ledger
 from mcp_grpo.train.plan import STAGES
+from mcp_grpo.train.settings import warm_up_settings
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -140,15 +142,14 @@ def test_a_policy_that_cannot_call_is_warmed_up_and_refused_if_that_is_for_nothi
     rows += [{**row, "task_id": f"more-{index}"} for index, row in enumerate(rows * 3)]
     model = save_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
     arguments = started(tmp_path, rows, model)
-    monkeypatch.setattr("mcp_grpo.train.settings.MIN_WARM_UP_STEPS", 1)
-    monkeypatch.setattr("mcp_grpo.train.settings.MAX_WARM_UP_STEPS", 1)
+    chosen = {"max_steps": 1, "learning_rate": 5e-3, "lr_scheduler_type": "linear"}
+    monkeypatch.setattr(stages, "warm_up_settings", lambda *args, **how: warm_up_settings(*args, **how) | chosen)
     assert main(arguments) == 1
     assert "has not taught the policy to call tools" in capsys.readouterr().err
     content = json.loads((tmp_path / "out" / LEDGER_FILE).read_text())
     content["facts"] = {}  # another folder would begin anew likewise
     (tmp_path / "out" / LEDGER_FILE).write_text(json.dumps(content))
-    monkeypatch.setattr("mcp_grpo.train.settings.MIN_WARM_UP_STEPS", 120)
-    monkeypatch.setattr("mcp_grpo.train.settings.MAX_WARM_UP_STEPS", 120)
+    chosen["max_steps"] = 150
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "After a warm start: Of" in said
