@@ -14,6 +14,8 @@ from rich.text import Text
 
 from mcp_grpo.console import InertConsole
 from mcp_grpo.errors import MCPGRPOError, ServerConfigError, SettingsError, ToolServerError
+from mcp_grpo.train.arguments import add_arguments as add_train_arguments
+from mcp_grpo.train.arguments import read_arguments as read_train_arguments
 
 
 MAX_SHOWN = 20  # problems of one kind
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--number", type=int, default=5, help="how many (default: %(default)s)")
     show.set_defaults(run=_show)
     _add_synth(tasks)
+    _add_train(commands)
     _add_doctor(commands)
     _add_eval(commands, source)
     _add_bench(commands)
@@ -142,6 +145,15 @@ def _add_policy(parser: argparse.ArgumentParser) -> Any:
 def _add_servers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", help="mcpServers file (default: the desk)")
     parser.add_argument("--world", type=int, default=0, help="invented world of the desk (default: %(default)s)")
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model on MCP servers: doctor, tasks, warm start, training, evaluation, adapter and report",
+    )
+    add_train_arguments(train)
+    train.set_defaults(run=_train)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -246,6 +258,13 @@ def _check(arguments: argparse.Namespace) -> int:
         console.print("No task has a `solution` to run, so nothing shows that the tasks can be solved.")
         return 0
     return int(run_and_report(with_solution, _servers(arguments), console) > 0)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from mcp_grpo.train.command import train
+
+    told, folder = read_train_arguments(arguments)
+    return train(told, folder, make_console(), is_dry=arguments.dry_run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
 from peft.helpers import disable_input_dtype_casting
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from mcp_grpo.build import (
     has_plain_adapter,
@@ -106,6 +106,7 @@ from mcp_grpo.trl_compat import (
     COMPLETIONS,
     INTEGRATION_TO_CALLBACK,
     NO_TASKS,
+    TRAINER_STATE_NAME,
     GRPOTrainer,
     LossDenominator,
     clip_limits,
@@ -509,6 +510,16 @@ class MCPGRPOTrainer(GRPOTrainer):
         """
         if self._publisher is not None:
             self._publisher.add_baselines(baselines)
+
+    def recall(self) -> None:
+        """
+        Take up the record of a run that has ended in the output folder, after [`~transformers.Trainer.save_state`]: what was logged, its
+        evaluations and the step that was kept, so that the card tells of it. The weights are those that the trainer was given.
+        """
+        folder = Path(cast("str", self.args.output_dir))
+        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        self._kept_step = self.state.best_global_step if self.args.load_best_model_at_end else None
+        self._evaluations.load(up_to=self.state.global_step)
 
     def without_secrets(self, text: str) -> str:
         """

@@ -23,6 +23,7 @@ from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers import trainer as transformers_trainer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -41,11 +42,14 @@ from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.model_config import ModelConfig
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     add_fused_lm_head,
     disable_dropout_in_model,
     get_peft_config,
+    get_quantization_config,
     is_async_callable,
     split_tensor_dict,
 )
@@ -62,10 +66,13 @@ __all__ = [
     "ROW_MEAN_LOSSES",
     "SOURCES",
     "TOKEN_MEAN_LOSSES",
+    "TRAINER_STATE_NAME",
     "FusedCausalLMOutput",
     "GRPOTrainer",
     "LossDenominator",
     "ModelConfig",
+    "SFTConfig",
+    "SFTTrainer",
     "VLLMGeneration",
     "add_fused_lm_head",
     "add_response_schema",
@@ -76,6 +83,7 @@ __all__ = [
     "disable_dropout_in_model",
     "engine_arguments",
     "get_peft_config",
+    "get_quantization_config",
     "get_training_chat_template",
     "give_bias",
     "give_values",
@@ -92,6 +100,7 @@ __all__ = [
     "split_tensor_dict",
     "supports_tool_calling",
     "tables_as_text",
+    "unset_hf_deepspeed_config",
     "upload_copies",
     "use_attention",
     "vllm_made_by",

@@ -33,7 +33,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from recipe_parts.command_line import StrictParser, split_config
 from recipe_parts.desk import TaskArguments, load_rewards
-from recipe_parts.machine import Choice, Machine, choose, fit_to_tasks
+from recipe_parts.machine import Choice, Machine, choose, describe, fit_to_tasks
 from recipe_parts.preflight import run_preflight
 from recipe_parts.requirements import check_requirements
 from recipe_parts.run_folder import RunFolder
@@ -144,7 +144,7 @@ def parse(arguments: list[str]) -> tuple[TrainArguments, MCPGRPOConfig, ModelCon
     choice = chosen_settings(parser, arguments)
     script, config, model, settings = parser.parse(arguments, choice.settings if choice else None)
     if choice and config.process_index == 0:
-        print(choice)
+        print(describe(choice))
     if model.model_name_or_path is None:
         raise SettingsError(
             "The configuration names no model. Set `model_name_or_path` in it, or add `--model_name_or_path Qwen/Qwen3-0.6B`."

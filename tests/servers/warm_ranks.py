@@ -13,9 +13,11 @@ import sft_warmup
 from helpers.ranks import share_weights_on_cpu
 from torch.distributed.tensor import DTensor
 
+from mcp_grpo.train import imitation
+
 
 asked = []
-original = sft_warmup.conversations
+original = imitation.conversations
 
 
 def conversations(*args):
@@ -24,7 +26,7 @@ def conversations(*args):
     return original(*args)[int(os.environ["RANK"]) :]
 
 
-sft_warmup.conversations = conversations
+imitation.conversations = conversations
 with share_weights_on_cpu():
     trainer = sft_warmup.main(sys.argv[1:])
 facts = {

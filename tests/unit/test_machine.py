@@ -7,10 +7,12 @@ from typing import Any
 
 import grpo_qwen3
 import pytest
-from recipe_parts.machine import Machine, choose, fit_to_tasks
+import yaml
+from recipe_parts.machine import Machine, choose, describe, fit_to_tasks
 from recipe_parts.requirements import missing_weights
 
 from mcp_grpo.requirements import missing_packages
+from mcp_grpo.train.settings import CONFIGS
 
 
 LARGE = Machine(gpu="H200", memory=139.0, has_bf16=True, packages=frozenset({"vllm", "bitsandbytes"}))
@@ -47,15 +49,23 @@ def test_settings_are_chosen_by_what_the_machine_has(
     choice = choose(here, {})
     assert choice.config == config
     assert wanted.items() <= choice.settings.items()
-    assert reason in str(choice)
+    assert reason in describe(choice)
     whole = choice.settings["per_device_train_batch_size"] * choice.settings["gradient_accumulation_steps"]
     assert whole % choice.settings["num_generations"] == 0
     assert choice.settings["use_vllm"] == any(name.startswith("vllm_") for name in choice.settings)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_settings_in_code_are_those_of_the_recipes(name: str) -> None:
+    path = Path(grpo_qwen3.__file__).parent / "configs" / f"{name}.yaml"
+    in_file = yaml.safe_load(path.read_text())
+    in_file.pop("output_dir")
+    assert in_file == CONFIGS[name]
+
+
 def test_what_is_chosen_goes_with_the_flags() -> None:
     assert choose(LARGE, {"use_cpu": True}).settings["use_cpu"]
-    assert "`use_cpu` is set" in str(choose(LARGE, {"use_cpu": True}))
+    assert "`use_cpu` is set" in describe(choose(LARGE, {"use_cpu": True}))
     assert choose(LARGE, {"use_vllm": False}).settings["max_concurrent_trajectories"]
     assert choose(LARGE, {"servers": "servers.json"}).settings["eval_strategy"] == "no"
     assert choose(LARGE, {"servers": "s.json", "eval_tasks": "t.jsonl"}).settings["eval_strategy"] == "steps"

@@ -27,6 +27,7 @@ from mcp_grpo.errors import SettingsError, TemplateError
 from mcp_grpo.evaluation import run_solutions
 from mcp_grpo.rollout import Limits, Renderer, conversation_tokens, roll_out
 from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.train import imitation
 from mcp_grpo.types import Trajectory
 
 
@@ -79,7 +80,7 @@ def test_scripted_solutions_of_the_desk_are_written_as_a_policy_would_write_them
     tasks = random.Random(0).sample(tasks_from_rows(build_tasks("train", 40)), 4)
     solutions = run_solutions(tasks, desk_servers())
     assert not any(one.problems for one in solutions)
-    tools = anyio.run(sft_warmup.tools_of, tasks, desk_servers())
+    tools = anyio.run(imitation.tools_of, tasks, desk_servers())
     for one, schemas in zip(solutions, tools, strict=True):
         messages = one.trajectory.messages
         token_ids, mask = conversation_tokens(renderer, one.trajectory.task.prompt, messages, schemas)
@@ -234,7 +235,7 @@ def test_an_adapter_learns_tags_that_were_never_trained_if_it_trains_their_rows(
     changed = ["--model_name_or_path", str(tmp_path / "base"), "--output_dir", str(tmp_path / "out")]
     changed += ["--use_peft", "true", "--lora_target_modules", "all-linear", "--call_format", "template"]
     if not trains_rows:
-        monkeypatch.setattr(sft_warmup, "train_rows", lambda *args: None)
+        monkeypatch.setattr(imitation, "train_rows", lambda *args: None)
         with pytest.raises(SettingsError, match="has not taught the policy to call tools"):
             sft_warmup.main([*arguments, *changed])
         return

@@ -1,0 +1,125 @@
+"""Arguments of `mcp-grpo train`; light, as they are also read to show help."""
+
+import argparse
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mcp_grpo.errors import SettingsError
+
+
+MODEL = "Qwen/Qwen3-0.6B"
+OUTPUTS = Path("outputs")
+FILES = ("servers", "tasks", "eval_tasks")  # arguments that may name a file, whose contents count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainArguments:
+    """
+    What `mcp-grpo train` is told.
+
+    Args:
+        servers (`str`):
+            `mcpServers` file.
+        model (`str`, *optional*):
+            Folder or Hub id of the model to train.
+        tasks (`str`, *optional*):
+            Tasks to train on; made by calling the servers' tools if not given.
+        eval_tasks (`str`, *optional*):
+            Tasks to judge by; some of the others are held out if not given.
+        num_tasks (`int`, *optional*, defaults to `200`):
+            Most tasks that are made.
+        num_eval_tasks (`int`, *optional*, defaults to `120`):
+            Most tasks to judge by.
+        steps (`int`, *optional*):
+            Steps of training; by the size of the model if not given.
+        learning_rate (`float`, *optional*):
+            Learning rate; by the size of the model if not given.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of tasks, of the split and of training.
+        allow_writes (`bool`, *optional*, defaults to `False`):
+            Whether tools that may change things are called to make tasks.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Whether to compute on the CPU, also where there is a GPU.
+    """
+
+    servers: str
+    model: str = MODEL
+    tasks: str | None = None
+    eval_tasks: str | None = None
+    num_tasks: int = 200
+    num_eval_tasks: int = 120
+    steps: int | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    allow_writes: bool = False
+    use_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_tasks", "num_eval_tasks", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
+        if self.learning_rate is not None and self.learning_rate <= 0:
+            raise SettingsError(f"`--learning-rate` must be above 0, got {self.learning_rate}.")
+        if self.eval_tasks is not None and self.tasks is None:
+            raise SettingsError(
+                "`--eval-tasks` are of no use without `--tasks`: where tasks are made, some of them are held out. Set "
+                "both, or neither."
+            )
+
+    def told(self) -> dict[str, Any]:
+        """Return the arguments as they are written down, with digests of the files that they name."""
+        given: dict[str, Any] = asdict(self)
+        for name in FILES:
+            path = None if given[name] is None else Path(given[name])
+            if path is not None and path.is_file():
+                given[f"contents of {given[name]}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return given
+
+
+def flag(name: str) -> str:
+    """Return the flag of an argument."""
+    return "--cpu" if name == "use_cpu" else f"--{name.replace('_', '-')}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to a parser."""
+    parser.add_argument("--servers", required=True, help="mcpServers file")
+    parser.add_argument("--model", default=MODEL, help="folder or Hub id of the model to train (default: %(default)s)")
+    parser.add_argument(
+        "--tasks",
+        help="tasks to train on: JSON, JSONL or Parquet file, folder, or Hub id (default: they are made by calling the tools)",
+    )
+    parser.add_argument("--eval-tasks", help="tasks to judge by (default: some of the tasks are held out)")
+    parser.add_argument("--num-tasks", type=int, default=200, help="most tasks that are made (default: %(default)s)")
+    parser.add_argument(
+        "--num-eval-tasks", type=int, default=120, help="most tasks to judge by (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, help="steps of training (default: by the size of the model)")
+    parser.add_argument("--learning-rate", type=float, help="learning rate (default: by the size of the model)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of tasks, of the split and of training (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--allow-writes",
+        action="store_true",
+        help="make tasks with tools that may change things, too, on servers of which each trajectory has one to itself",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", dest="use_cpu", help="compute on the CPU, although there is a GPU"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the run (default: outputs/SERVERS-MODEL); the same command again goes on there",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the plan, with a time for each stage, and stop")
+
+
+def read_arguments(namespace: argparse.Namespace) -> tuple[TrainArguments, Path]:
+    """Return what a command line says, and the folder of the run."""
+    names = [field.name for field in fields(TrainArguments)]
+    arguments = TrainArguments(**{name: getattr(namespace, name) for name in names})
+    return arguments, namespace.out or OUTPUTS / f"{Path(arguments.servers).stem}-{Path(arguments.model).name}"

@@ -1,0 +1,141 @@
+"""From servers to an adapter: `mcp-grpo train`."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mcp_grpo.errors import SettingsError
+from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.ledger import Ledger
+
+
+INTERRUPTED = 130  # as shells say it
+
+
+def train(arguments: TrainArguments, folder: Path, console: Console, *, is_dry: bool = False) -> int:
+    """
+    Show the plan, and take its stages, each unless it was done earlier in the same folder.
+
+    Args:
+        arguments ([`TrainArguments`]):
+            What the command was told.
+        folder (`Path`):
+            Folder of the run.
+        console (`Console`):
+            Where to say what is going on.
+        is_dry (`bool`, *optional*, defaults to `False`):
+            Whether to stop after the plan.
+
+    Returns:
+        `int`: The exit status: 0 after a run that ended well.
+    """
+    _use_one_device()
+    ledger = Ledger(folder, arguments.told())
+    if not Path(arguments.servers).is_file():
+        raise SettingsError(
+            f"There is no file {arguments.servers!r}. `--servers` names a JSON file with `mcpServers`."
+        )
+    with console.status("loading torch, Transformers and TRL ..."):
+        from mcp_grpo.train.stages import Stages  # here, as `--help` needs none of it
+    choice, size, plan = _planned(arguments, folder)
+    _show_plan(arguments, choice, plan, ledger, console)
+    if is_dry:
+        return 0
+    with ledger.hold():
+        stages = Stages(arguments, choice, size, ledger, console)
+        try:
+            for number, (name, take) in enumerate(stages.all.items(), start=1):
+                _take(f"{number}/{len(stages.all)}", name, take, ledger, console)
+            return 0 if stages.conclude() else 1
+        except KeyboardInterrupt:
+            console.print("\nStopped. The same command goes on from here.")
+            return INTERRUPTED
+        finally:
+            stages.close()
+
+
+def _use_one_device() -> None:
+    """Keep to one process and one GPU: Transformers would spread a batch over all that it sees, which a rollout cannot be."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # threads that wait leave the cores to others; before torch comes
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingsError(
+            "`mcp-grpo train` is one process on one GPU. Start it without `accelerate launch`; several GPUs go through "
+            "`recipes/grpo_qwen3.py`, with the tasks that this command makes."
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[Any]]:
+    """Choose settings for this machine and the model, and plan the stages."""
+    from mcp_grpo.doctor.machine import Machine
+    from mcp_grpo.synth.splits import SHARES
+    from mcp_grpo.train.plan import make_plan
+    from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
+    from mcp_grpo.train.splits import MAX_VALIDATION, TASKS_FOLDER, load_splits
+
+    size = ModelSize.of(arguments.model)
+    choice = settings_for(
+        Machine.here(),
+        size,
+        use_cpu=arguments.use_cpu,
+        steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+    )
+    settings = dict(choice.settings)
+    has_tasks = arguments.tasks is not None or (folder / TASKS_FOLDER / "train.jsonl").is_file()
+    if has_tasks:
+        splits = load_splits(arguments, folder)
+        num_train, num_test = len(splits.train), len(splits.test)
+        num_validation = 0 if splits.validation is None else len(splits.validation)
+        said = splits.sentence
+    else:
+        num_train = round(arguments.num_tasks * (1 - sum(SHARES.values())))
+        num_test = min(arguments.num_eval_tasks, round(arguments.num_tasks * SHARES["test"]))
+        num_validation = min(MAX_VALIDATION, round(arguments.num_tasks * SHARES["validation"]))
+        said = f"make up to {arguments.num_tasks} tasks by calling the tools, and hold some out by chain of calls"
+    fit_step(settings, max(1, num_train))
+    plan = make_plan(
+        settings,
+        size,
+        tasks=said,
+        num_train=num_train,
+        num_test=max(1, num_test),
+        num_validation=num_validation,
+        has_tasks=has_tasks,
+    )
+    return choice, size, plan
+
+
+def _show_plan(arguments: TrainArguments, choice: Any, plan: list[Any], ledger: Ledger, console: Console) -> None:
+    from mcp_grpo.train.plan import plan_table
+
+    console.print(
+        f"Train {arguments.model} on the servers of {arguments.servers}, in {ledger.folder}.", soft_wrap=True
+    )
+    for reason in choice.reasons:
+        console.print(f"  {reason}", soft_wrap=True)
+    console.print(plan_table(plan, ledger))
+    console.print("Times are rough, and for tools that answer at once. The same command goes on where it stopped.")
+
+
+def _take(place: str, name: str, take: Any, ledger: Ledger, console: Console) -> None:
+    """Take a stage, or say that it was done earlier."""
+    from mcp_grpo.train.plan import duration
+
+    if ledger.is_done(name):
+        console.print(
+            Text.assemble((f"[{place}] {name}", "bold"), f": done earlier. {ledger.said(name)}"), soft_wrap=True
+        )
+        return
+    console.print(Text(f"[{place}] {name}", "bold"))
+    start = time.monotonic()
+    said = take()
+    seconds = time.monotonic() - start
+    ledger.finish(name, said, seconds)
+    console.print(f"{said} ({duration(seconds)})", soft_wrap=True)

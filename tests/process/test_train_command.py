@@ -1,0 +1,156 @@
+"""The command `mcp-grpo train`, on the quickstart's servers and model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.policies import save_tiny_model
+from helpers.sums import ROWS
+from helpers.sums import SERVERS as SUMS
+from quickstart import SERVERS
+from quickstart_world.tasks import build_tasks, with_solutions
+from quickstart_world.warm_start import WARM_START
+
+from mcp_grpo.cli import main
+from mcp_grpo.train import stages
+from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.ledger import LEDGER_FILE, Ledger
+from mcp_grpo.train.plan import STAGES
+from mcp_grpo.train.settings import warm_up_settings
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with servers and tasks."""
+    place = tmp_path_factory.mktemp("train")
+    train, held_out = build_tasks(num_train=60, num_held_out=6)
+    write(place / "tasks.jsonl", with_solutions(train))
+    write(place / "held_out.jsonl", with_solutions(held_out))
+    (place / "mcp.json").write_text(json.dumps(SERVERS))
+    return place
+
+
+def command(place: Path, out: str, *more: str) -> list[str]:
+    files = ["--servers", str(place / "mcp.json"), "--tasks", str(place / "tasks.jsonl")]
+    files += ["--eval-tasks", str(place / "held_out.jsonl"), "--model", str(WARM_START), "--out", str(place / out)]
+    return ["train", *files, "--steps", "2", *more]
+
+
+def forget(folder: Path, *stages: str) -> None:
+    """Let stages be taken again, as if the command had been killed before them."""
+    content = json.loads((folder / LEDGER_FILE).read_text())
+    for name in stages:
+        del content["stages"][name]
+    (folder / LEDGER_FILE).write_text(json.dumps(content))
+
+
+@pytest.mark.full
+def test_one_command_trains_and_shows_what_was_learnt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = place / "whole"
+    assert main(command(place, "whole")) == 0
+    said = capsys.readouterr().out
+    assert [name for name in STAGES if re.search(rf"^\[\d/7\] {name}$", said, re.MULTILINE)] == list(STAGES)
+    assert "Success before training" in said
+    assert "doing nothing 0.0%, scripted solutions 100.0%" in said
+    assert f"--lora-modules whole={out}" in said
+    assert f"mcp-grpo chat --adapter {out}" in said
+    for name in ("adapter_model.safetensors", "README.md", "report.html", "results.json", "doctor.json", "train.json"):
+        assert (out / name).stat().st_size > 0
+    card = (out / "README.md").read_text()
+    assert "| success, with 95 % interval | " in card
+    assert "6 tasks, 12 attempts before and 12 after." in card
+
+    # Done is done, and other arguments are another run.
+    assert main(command(place, "whole")) == 0
+    assert capsys.readouterr().out.count("done earlier") == len(STAGES)
+    assert main(command(place, "whole", "--seed", "5")) == 1
+    assert "`--seed` was 0 and is 5 now" in capsys.readouterr().err
+
+    # A run that was killed after training goes on with the adapter that was kept.
+    attempts = (out / "after" / "attempts.jsonl").read_text().splitlines()
+    (out / "after" / "attempts.jsonl").write_text(f"{attempts[0]}\n")
+    before = json.loads((out / "results.json").read_text())
+    forget(out, "after", "report")
+    assert main(command(place, "whole")) == 0
+    assert capsys.readouterr().out.count("done earlier") == len(STAGES) - 2
+    again = json.loads((out / "results.json").read_text())
+    assert (again["kept_step"], again["num_steps"]) == (before["kept_step"], before["num_steps"])
+    assert again["before"] == before["before"]
+    assert (out / "README.md").read_text().count("curves.png") == card.count("curves.png")
+
+
+@pytest.mark.full
+def test_a_run_that_was_killed_in_training_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = place / "killed"
+    arguments = command(place, "killed")
+    arguments[arguments.index("--steps") + 1] = "4"
+    code = "import sys; from mcp_grpo.cli import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True) as process:
+        deadline = time.monotonic() + 200
+        while not (out / "checkpoint-2").exists():
+            assert process.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out.count("done earlier") == 4
+    assert re.search(r"The run goes on from .*checkpoint-[23]", said.err)
+    assert "4 steps; the policy of step" in said.out
+    assert (out / "adapter_model.safetensors").exists()
+
+
+def started(tmp_path: Path, rows: list[dict[str, Any]], model: str) -> list[str]:
+    """Return a command whose first two stages are done."""
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": SUMS}))
+    files = {"servers": str(tmp_path / "mcp.json"), "tasks": write(tmp_path / "tasks.jsonl", rows), "model": model}
+    ledger = Ledger(tmp_path / "out", TrainArguments(**files, steps=1).told())
+    for stage in STAGES[:2]:
+        ledger.finish(stage, "Fine.", 1.0)
+    flags = [each for name, value in files.items() for each in (f"--{name}", value)]
+    return ["train", *flags, "--steps", "1", "--out", str(tmp_path / "out")]
+
+
+def test_a_policy_that_cannot_call_without_solutions_to_imitate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
+    assert main(started(tmp_path, ROWS, model)) == 1
+    said = capsys.readouterr()
+    assert "0% of the calls could be made" in said.out
+    assert "cannot call tools, and there are no solutions to imitate" in said.err
+
+
+@pytest.mark.full
+def test_a_policy_that_cannot_call_is_warmed_up_and_refused_if_that_is_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}
+    rows = [{**row, "solution": {"steps": [step], "final": "5"}} for row in ROWS]
+    rows += [{**row, "task_id": f"more-{index}"} for index, row in enumerate(rows * 3)]
+    model = save_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
+    arguments = started(tmp_path, rows, model)
+    chosen = {"max_steps": 1, "learning_rate": 5e-3, "lr_scheduler_type": "linear"}
+    monkeypatch.setattr(stages, "warm_up_settings", lambda *args, **how: warm_up_settings(*args, **how) | chosen)
+    assert main(arguments) == 1
+    assert "has not taught the policy to call tools" in capsys.readouterr().err
+    content = json.loads((tmp_path / "out" / LEDGER_FILE).read_text())
+    content["facts"] = {}  # another folder would begin anew likewise
+    (tmp_path / "out" / LEDGER_FILE).write_text(json.dumps(content))
+    chosen["max_steps"] = 150
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "After a warm start: Of" in said
+    assert "the model before its warm start 0.0%" in said
