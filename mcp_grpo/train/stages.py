@@ -1,5 +1,6 @@
 """The stages of `mcp-grpo train`. Each takes what earlier ones have left in the folder of the run, and leaves what later ones need."""
 
+import gc
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import torch
 from datasets import disable_progress_bars
 from peft import PeftModel
 from rich.console import Console
@@ -232,6 +234,8 @@ class Stages:
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+            gc.collect()  # the next trainer needs the memory
+            torch.cuda.empty_cache()
 
     @cached_property
     def _splits(self) -> Splits:

@@ -115,8 +115,11 @@ def test_a_run_that_was_killed_in_training_goes_on(place: Path, capsys: pytest.C
 
 def test_without_servers_it_is_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = write_world(tmp_path / "world")
-    assert main(["tasks", "check", world.eval_tasks, "--servers", world.servers]) == 0
-    assert "120 of 120 solutions solve their tasks" in capsys.readouterr().out
+    few = write(
+        tmp_path / "few.jsonl", [json.loads(line) for line in Path(world.eval_tasks).read_text().splitlines()[:6]]
+    )
+    assert main(["tasks", "check", few, "--servers", world.servers]) == 0
+    assert "6 of 6 solutions solve their tasks" in capsys.readouterr().out
     assert main(["train", "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "240 attempts at 120 tasks to judge by" in said
