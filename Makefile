@@ -21,7 +21,7 @@ quickstart: $(VENV)/installed  ## Make the environment and train a small model o
 	$(LAUNCH) recipes/quickstart.py
 
 warm-start: $(VENV)/installed  ## Make the model that the quickstart starts from anew, for other tasks or tools (minutes)
-	PYTHONPATH=recipes $(BIN)/python -m quickstart_world.make_warm_start
+	$(BIN)/python recipes/make_warm_start.py
 
 test: $(VENV)/installed  ## Make the environment and run the tests, without vLLM (6 minutes on two cores)
 	$(BIN)/python -m pytest -m "not full and not vllm" $(IN_PARALLEL)

@@ -103,9 +103,8 @@ def train(arguments: argparse.Namespace, seed: int, tasks: str, mode: str) -> Re
 
 def harder_tasks() -> TaskSet:
     """Tasks of two and three calls, as many as the quickstart has in all."""
-    from quickstart_world.tasks import build_tasks
-
     from mcp_grpo import exact_answer
+    from mcp_grpo.quickstart.tasks import build_tasks
 
     train_rows, held_out_rows = (
         [{**row, "max_turns": MAX_TURNS} for row in rows if row["difficulty"] != "easy"]
@@ -123,7 +122,7 @@ def turn_penalty(
 
 def turn_rewards(completion: Completion, subject: str, steps: list[str]) -> list[float]:
     """Rewards of the turns of one trajectory."""
-    from quickstart_world.tasks import scripted_solution
+    from mcp_grpo.quickstart.tasks import scripted_solution
 
     solution = scripted_solution({"subject": subject, "steps": steps})
     needed = [call for message in solution for call in calls_in(message)]

@@ -84,10 +84,10 @@ def train(num_steps: int, path: Path) -> None:
     import quickstart  # sets how threads wait, before it loads torch
     import torch
     from datasets import Dataset
-    from quickstart_world.tasks import build_tasks
     from transformers import TrainerCallback
 
     from mcp_grpo import MCPGRPOTrainer, exact_answer
+    from mcp_grpo.quickstart.tasks import build_tasks
 
     class Steps(TrainerCallback):
         """Notes how long steps take, and stops when there were enough or they have taken too long."""

@@ -46,9 +46,8 @@ class TaskSet:
 
 def quickstart_tasks() -> TaskSet:
     """The tasks and the rewards of the quickstart."""
-    from quickstart_world.tasks import build_tasks
-
     from mcp_grpo import exact_answer, fault_penalty
+    from mcp_grpo.quickstart.tasks import build_tasks
 
     train_rows, held_out_rows = build_tasks()
     return TaskSet(train=train_rows, held_out=held_out_rows, reward_funcs=[exact_answer, fault_penalty])

@@ -1,7 +1,7 @@
 """
 Ask whether everything that reads a policy's text reads it once: degenerate texts, twice as long each time.
 
-    python benchmarks/policy_text.py [--length 100000] [--model recipes/quickstart_world/warm_start]
+    python benchmarks/policy_text.py [--length 100000] [--model mcp_grpo/quickstart/warm_start]
 
 The table has the seconds for the text and the ratio of the time for twice as much of it, the worst text for each reader first. What is
 linear has a ratio of about 2, what is quadratic one of 4; it fails above 3, where it takes long enough to be told from noise. It takes
@@ -153,7 +153,7 @@ def main() -> None:
     """Measure and print, and fail where something is not linear."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=100_000, help="repetitions of each text")
-    parser.add_argument("--model", default="recipes/quickstart_world/warm_start", help="whose tokenizer reads turns")
+    parser.add_argument("--model", default="mcp_grpo/quickstart/warm_start", help="whose tokenizer reads turns")
     parser.add_argument(
         "--limit", type=float, default=3.0, help="largest ratio, where the longer text takes 0.2 s or more"
     )

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import quickstart  # sets how threads wait, before it loads torch
 from datasets import Dataset
-from quickstart_world.tasks import build_tasks
 from transformers import TrainerCallback
 
 from mcp_grpo import MCPGRPOTrainer, exact_answer
 from mcp_grpo.monitor import TrajectoryRecorder
 from mcp_grpo.monitor.recorder import FOLDER
+from mcp_grpo.quickstart.tasks import build_tasks
 
 
 MAX_SHARE = 0.02

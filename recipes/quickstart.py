@@ -39,10 +39,6 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
-from quickstart_world.model import build_model, build_tokenizer
-from quickstart_world.tasks import build_tasks, with_solutions
-from quickstart_world.warm_start import SEED, WARM_START, WHAT_TO_RUN, fits_world
-from quickstart_world.warmup import CHAT_TEMPLATE_KWARGS, warm_up
 from recipe_parts.command_line import StrictParser
 from transformers import ProgressCallback
 
@@ -59,16 +55,15 @@ from mcp_grpo import (
 from mcp_grpo.errors import MCPGRPOError
 from mcp_grpo.monitor import METRICS_FILE, MetricsFile
 from mcp_grpo.policy_evaluation import baselines
+from mcp_grpo.quickstart.model import build_model, build_tokenizer
+from mcp_grpo.quickstart.servers import SERVERS
+from mcp_grpo.quickstart.tasks import build_tasks, with_solutions
+from mcp_grpo.quickstart.warm_start import SEED, WARM_START, WHAT_TO_RUN, fits_world
+from mcp_grpo.quickstart.warmup import CHAT_TEMPLATE_KWARGS, warm_up
 from mcp_grpo.sampling.threads import choose_threads
 from mcp_grpo.tasks import tasks_from_rows
 
 
-WORLD = Path(__file__).parent / "quickstart_world"
-SERVERS = {
-    "mcpServers": {
-        name: {"command": sys.executable, "args": [str(WORLD / f"{name}_server.py")]} for name in ("people", "office")
-    }
-}
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 # What the recipe promises, on tasks it was not trained on.
 MAX_SUCCESS_BEFORE = 0.6

@@ -15,7 +15,7 @@ from mcp_grpo.doctor.stand_in import STAND_IN
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_TIMEOUT = 15.0  # seconds for the Hub to say that it has a model
 INSTEAD = (
-    "Without weights, `make quickstart` (`recipes/quickstart.py`) trains a small model that is made on the spot, and "
+    "Without weights, `mcp-grpo train` alone, and `make quickstart` (`recipes/quickstart.py`), train a small model that comes with them, and "
     "`--config recipes/configs/cpu_debug.yaml` runs `recipes/grpo_qwen3.py` with a tiny random one."
 )
 

@@ -11,6 +11,7 @@ from mcp_grpo.errors import SettingsError
 
 MODEL = "Qwen/Qwen3-0.6B"
 OUTPUTS = Path("outputs")
+QUICKSTART = "quickstart-train"  # `make quickstart` has a folder of its own
 FILES = ("servers", "tasks", "eval_tasks")  # arguments that may name a file, whose contents count
 
 
@@ -20,10 +21,10 @@ class TrainArguments:
     What `mcp-grpo train` is told.
 
     Args:
-        servers (`str`):
-            `mcpServers` file.
+        servers (`str`, *optional*):
+            `mcpServers` file; the quickstart's two servers, with its tasks, if not given.
         model (`str`, *optional*):
-            Folder or Hub id of the model to train.
+            Folder or Hub id of the model to train; Qwen3-0.6B, or on the quickstart's servers its own tiny model, if not given.
         tasks (`str`, *optional*):
             Tasks to train on; made by calling the servers' tools if not given.
         eval_tasks (`str`, *optional*):
@@ -44,8 +45,8 @@ class TrainArguments:
             Whether to compute on the CPU, also where there is a GPU.
     """
 
-    servers: str
-    model: str = MODEL
+    servers: str | None = None
+    model: str | None = None
     tasks: str | None = None
     eval_tasks: str | None = None
     num_tasks: int = 200
@@ -63,6 +64,8 @@ class TrainArguments:
                 raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
         if self.learning_rate is not None and self.learning_rate <= 0:
             raise SettingsError(f"`--learning-rate` must be above 0, got {self.learning_rate}.")
+        if self.servers is None and self.tasks is not None:
+            raise SettingsError("Name the servers that the tasks are for with `--servers`.")
         if self.eval_tasks is not None and self.tasks is None:
             raise SettingsError(
                 "`--eval-tasks` are of no use without `--tasks`: where tasks are made, some of them are held out. Set "
@@ -86,8 +89,10 @@ def flag(name: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
-    parser.add_argument("--servers", required=True, help="mcpServers file")
-    parser.add_argument("--model", default=MODEL, help="folder or Hub id of the model to train (default: %(default)s)")
+    parser.add_argument("--servers", help="mcpServers file (default: the quickstart's servers and tasks)")
+    parser.add_argument(
+        "--model", help=f"folder or Hub id of the model to train (default: {MODEL}, or the quickstart's tiny one)"
+    )
     parser.add_argument(
         "--tasks",
         help="tasks to train on: JSON, JSONL or Parquet file, folder, or Hub id (default: they are made by calling the tools)",
@@ -113,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder of the run (default: outputs/SERVERS-MODEL); the same command again goes on there",
+        help=f"folder of the run (default: outputs/SERVERS-MODEL, or outputs/{QUICKSTART}); the same command again goes on there",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the plan, with a time for each stage, and stop")
 
@@ -122,4 +127,7 @@ def read_arguments(namespace: argparse.Namespace) -> tuple[TrainArguments, Path]
     """Return what a command line says, and the folder of the run."""
     names = [field.name for field in fields(TrainArguments)]
     arguments = TrainArguments(**{name: getattr(namespace, name) for name in names})
-    return arguments, namespace.out or OUTPUTS / f"{Path(arguments.servers).stem}-{Path(arguments.model).name}"
+    name = QUICKSTART
+    if arguments.servers is not None:
+        name = f"{Path(arguments.servers).stem}-{Path(arguments.model or MODEL).name}"
+    return arguments, namespace.out or OUTPUTS / name

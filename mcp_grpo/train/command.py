@@ -2,14 +2,16 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.arguments import MODEL, TrainArguments
 from mcp_grpo.train.ledger import Ledger
 
 
@@ -35,13 +37,15 @@ def train(arguments: TrainArguments, folder: Path, console: Console, *, is_dry: 
     """
     _use_one_device()
     ledger = Ledger(folder, arguments.told())
-    if not Path(arguments.servers).is_file():
+    if arguments.servers is not None and not Path(arguments.servers).is_file():
         raise SettingsError(
             f"There is no file {arguments.servers!r}. `--servers` names a JSON file with `mcpServers`."
         )
     with console.status("loading torch, Transformers and TRL ..."):
         from mcp_grpo.train.stages import Stages  # here, as `--help` needs none of it
-    choice, size, plan = _planned(arguments, folder)
+    with TemporaryDirectory() as scratch:
+        arguments = _resolved(arguments, Path(scratch) if is_dry else folder)
+        choice, size, plan = _planned(arguments, folder)
     _show_plan(arguments, choice, plan, ledger, console)
     if is_dry:
         return 0
@@ -71,6 +75,22 @@ def _use_one_device() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
+def _resolved(arguments: TrainArguments, folder: Path) -> TrainArguments:
+    """Name what was not named: the files of the quickstart, written into a folder, or only the model."""
+    if arguments.servers is not None:
+        return replace(arguments, model=arguments.model or MODEL)
+    from mcp_grpo.quickstart.files import write_world
+
+    world = write_world(folder / "quickstart")
+    return replace(
+        arguments,
+        servers=world.servers,
+        tasks=world.tasks,
+        eval_tasks=world.eval_tasks,
+        model=arguments.model or world.model,
+    )
+
+
 def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[Any]]:
     """Choose settings for this machine and the model, and plan the stages."""
     from mcp_grpo.doctor.machine import Machine
@@ -79,7 +99,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
     from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
     from mcp_grpo.train.splits import MAX_VALIDATION, TASKS_FOLDER, load_splits
 
-    size = ModelSize.of(arguments.model)
+    size = ModelSize.of(str(arguments.model))
     choice = settings_for(
         Machine.here(),
         size,

@@ -1,5 +1,6 @@
 """The stages of `mcp-grpo train`. Each takes what earlier ones have left in the folder of the run, and leaves what later ones need."""
 
+import gc
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import torch
 from datasets import disable_progress_bars
 from peft import PeftModel
 from rich.console import Console
@@ -58,7 +60,7 @@ class Stages:
 
     Args:
         arguments ([`TrainArguments`]):
-            What the command was told.
+            What the command was told, with servers and a model.
         choice ([`Choice`]):
             Settings for the machine and the model.
         size ([`ModelSize`]):
@@ -74,6 +76,7 @@ class Stages:
     ) -> None:
         self._arguments, self._choice, self._size, self._ledger = arguments, choice, size, ledger
         self._console, self._folder = console, ledger.folder
+        self._model = str(arguments.model)
         self._trainer: MCPGRPOTrainer | None = None
         disable_progress_bar()  # of loading and saving a file
 
@@ -98,7 +101,7 @@ class Stages:
             tasks=(lambda: self._splits.train) if has_tasks else None,
             eval_tasks=(lambda: self._splits.test) if has_tasks else None,
             rewards=lambda: [task_outcome, fault_penalty],
-            model=self._model_config(arguments.model),
+            model=self._model_config(self._model),
             config=lambda: MCPGRPOConfig(**self._settings),
             settings=self._settings,
         )
@@ -144,7 +147,7 @@ class Stages:
         if self._ledger["base"] is None:
             attempts = self._look()
             if valid_calls(attempts)[0] >= MIN_VALID_CALLS:
-                self._ledger.note(base=self._arguments.model)
+                self._ledger.note(base=self._model)
                 return calls_sentence(attempts)
             self._say(calls_sentence(attempts))
             solutions = self._solutions()
@@ -231,6 +234,8 @@ class Stages:
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+            gc.collect()  # the next trainer needs the memory
+            torch.cuda.empty_cache()
 
     @cached_property
     def _splits(self) -> Splits:
@@ -265,7 +270,7 @@ class Stages:
         """Return the trainer: on the model as it begins, or where training is done, with the adapter that was kept."""
         if self._trainer is not None:
             return self._trainer
-        base = self._ledger["base"] or self._arguments.model
+        base = self._ledger["base"] or self._model
         is_trained = self._ledger.is_done("training")
         config, model = MCPGRPOConfig(**self._settings), self._model_config(base)
         loading = {"dtype": model.dtype}
@@ -319,7 +324,7 @@ class Stages:
         is_cpu = bool(self._choice.settings.get("use_cpu"))
         settings = warm_up_settings(self._size, len(tasks), is_cpu=is_cpu)
         loading = {"dtype": settings.pop("dtype")}
-        model = self._model_config(self._arguments.model)
+        model = self._model_config(self._model)
         model.use_peft = settings.pop("use_peft")
         disable_progress_bars()  # of preparing a few rows
         self._say(f"Warming up on the solutions of {len(tasks)} tasks, {settings['max_steps']} steps.")
@@ -334,12 +339,12 @@ class Stages:
             **settings,
         )
         imitate(
-            self._arguments.model,
-            AutoTokenizer.from_pretrained(self._arguments.model),
+            self._model,
+            AutoTokenizer.from_pretrained(self._model),
             config,
             tasks,
             self._arguments.servers,
-            name=self._arguments.model,
+            name=self._model,
             init_kwargs=loading,
             chat_template_kwargs=self._settings["chat_template_kwargs"],
             max_result_tokens=self._settings["max_result_tokens"],

@@ -14,11 +14,12 @@ import pytest
 from helpers.policies import save_tiny_model
 from helpers.sums import ROWS
 from helpers.sums import SERVERS as SUMS
-from quickstart import SERVERS
-from quickstart_world.tasks import build_tasks, with_solutions
-from quickstart_world.warm_start import WARM_START
 
 from mcp_grpo.cli import main
+from mcp_grpo.quickstart.files import write_world
+from mcp_grpo.quickstart.servers import SERVERS
+from mcp_grpo.quickstart.tasks import build_tasks, with_solutions
+from mcp_grpo.quickstart.warm_start import WARM_START
 from mcp_grpo.train import stages
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import LEDGER_FILE, Ledger
@@ -110,6 +111,40 @@ def test_a_run_that_was_killed_in_training_goes_on(place: Path, capsys: pytest.C
     assert re.search(r"The run goes on from .*checkpoint-[23]", said.err)
     assert "4 steps; the policy of step" in said.out
     assert (out / "adapter_model.safetensors").exists()
+
+
+def test_without_servers_it_is_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = write_world(tmp_path / "world")
+    few = write(
+        tmp_path / "few.jsonl", [json.loads(line) for line in Path(world.eval_tasks).read_text().splitlines()[:6]]
+    )
+    assert main(["tasks", "check", few, "--servers", world.servers]) == 0
+    assert "6 of 6 solutions solve their tasks" in capsys.readouterr().out
+    assert main(["train", "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "240 attempts at 120 tasks to judge by" in said
+    assert "30 steps of 64 attempts each" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_quickstart_learns_by_one_command(tmp_path: Path) -> None:
+    assert main(["train", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["before"]["success"] <= 0.6
+    assert results["after"]["success"] >= 0.9
+
+
+def test_what_is_interrupted_says_how_to_go_on(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: stages.Stages) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages.Stages, "doctor", interrupt)
+    assert main(command(place, "interrupted")) == 130
+    assert "Stopped. The same command goes on from here." in capsys.readouterr().out
 
 
 def started(tmp_path: Path, rows: list[dict[str, Any]], model: str) -> list[str]:

@@ -10,13 +10,13 @@ import pytest
 import quickstart
 import torch
 from quickstart import SERVERS, list_tools
-from quickstart_world.model import build_model, build_tokenizer
-from quickstart_world.tasks import build_tasks, scripted_solution
-from quickstart_world.warm_start import WARM_START, WHAT_TO_RUN, fingerprint
-from quickstart_world.warmup import IGNORED, SampleBuilder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo import Task, ToolCall, ToolPool
+from mcp_grpo.quickstart.model import build_model, build_tokenizer
+from mcp_grpo.quickstart.tasks import build_tasks, scripted_solution
+from mcp_grpo.quickstart.warm_start import WARM_START, WHAT_TO_RUN, fingerprint
+from mcp_grpo.quickstart.warmup import IGNORED, SampleBuilder
 from mcp_grpo.tasks import tasks_from_rows
 
 

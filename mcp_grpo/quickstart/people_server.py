@@ -1,6 +1,6 @@
 """MCP server `people`: who somebody is, and who they work with."""
 
-from directory import lookup
+from directory import lookup  # pyright: ignore[reportMissingImports]  # this file is run by its path
 from mcp.server.mcpserver import MCPServer
 
 

@@ -1,5 +1,5 @@
 """
-Make the model that the quickstart starts from, and write it to `warm_start/` beside this file:
+Make the model that the quickstart starts from, and write it to `mcp_grpo/quickstart/warm_start/`:
 
     make warm-start
 
@@ -11,8 +11,8 @@ quickstart still learns from it, `make test-all` says.
 import anyio
 from quickstart import list_tools, make_base_model
 
-from quickstart_world.tasks import build_tasks
-from quickstart_world.warm_start import SEED, WARM_START, keep_fingerprint
+from mcp_grpo.quickstart.tasks import build_tasks
+from mcp_grpo.quickstart.warm_start import SEED, WARM_START, keep_fingerprint
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from mcp_grpo.quickstart.tasks import Message, Row, scripted_solution
 from mcp_grpo.rollout import Renderer
-from quickstart_world.tasks import Message, Row, scripted_solution
 
 
 # The prompt then carries the empty thinking block, and the policy need not write it.
@@ -33,7 +33,7 @@ _QUESTION = {"role": "user", "content": "?"}  # stands for any prompt where only
 class SampleBuilder:
     """Converts a task and its solution to the tokens of a rollout."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> None:
+    def __init__(self, tokenizer: Any, tools: Sequence[Tool]) -> None:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._renderer = Renderer(
@@ -64,7 +64,7 @@ class SampleBuilder:
 
 def warm_up(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     rows: Sequence[Row],
     tools: Sequence[Tool],
     *,

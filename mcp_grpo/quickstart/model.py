@@ -5,9 +5,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
-from trl.chat_template_utils import qwen3_chat_template
 
-from quickstart_world.tasks import Row, scripted_solution
+from mcp_grpo.quickstart.tasks import Row, scripted_solution
+from mcp_grpo.trl_compat import qwen3_chat_template
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -52,9 +52,7 @@ def build_tokenizer(
     return _wrap(backend)
 
 
-def build_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int = 0, hidden_size: int = 128, num_layers: int = 3
-) -> Qwen3ForCausalLM:
+def build_model(tokenizer: Any, seed: int = 0, hidden_size: int = 128, num_layers: int = 3) -> Qwen3ForCausalLM:
     """Make a small Qwen3 with random weights."""
     set_seed(seed)
     config = Qwen3Config(
@@ -79,7 +77,7 @@ def _texts(rows: Sequence[Row], tools: Sequence[dict[str, Any]]) -> list[str]:
     """
     Yield whole conversations, the first few with the tools: often enough to be merged, too rarely to crowd names out.
     """
-    renderer = _wrap(Tokenizer(models.BPE()))
+    renderer: Any = _wrap(Tokenizer(models.BPE()))
     conversations = [[*row["prompt"], *scripted_solution(row)] for row in rows]
     return [
         renderer.apply_chat_template(conversation, tools=tools if index < 10 else None, tokenize=False)

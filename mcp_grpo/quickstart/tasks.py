@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from quickstart_world.directory import EMPLOYEES, NUM_HELD_OUT, Employee, lookup
+from mcp_grpo.quickstart.directory import EMPLOYEES, NUM_HELD_OUT, Employee, lookup
 
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The model that the quickstart starts from, made by `make_warm_start.py`, with a fingerprint of its data."""
+"""The model that the quickstart starts from, made by `recipes/make_warm_start.py`, with a fingerprint of its data."""
 
 import hashlib
 import json
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quickstart_world.model import SPLIT_PATTERN, qwen3_chat_template
-from quickstart_world.tasks import Row, scripted_solution
+from mcp_grpo.quickstart.model import SPLIT_PATTERN, qwen3_chat_template
+from mcp_grpo.quickstart.tasks import Row, scripted_solution
 
 
 WARM_START = Path(__file__).parent / "warm_start"
