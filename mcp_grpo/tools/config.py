@@ -13,6 +13,7 @@ from mcp.server.mcpserver import MCPServer
 from mcp.types import Tool
 
 from mcp_grpo.errors import ServerConfigError
+from mcp_grpo.tools.functions import FunctionServer
 from mcp_grpo.tools.secrets import (
     described_without_secrets,
     hidden,
@@ -25,6 +26,8 @@ from mcp_grpo.tools.secrets import (
 )
 
 
+SERVER_OBJECTS = (MCPServer, Server, FunctionServer)
+"""Kinds of objects in this process that are servers."""
 TransportKind = Literal["stdio", "http", "in_process"]
 Isolation = Literal["shared", "exclusive", "meta"]
 Protocol = Literal["auto", "legacy"]
@@ -140,7 +143,7 @@ class ServerConfig:
     cwd: str | None = None
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    server: MCPServer | Server[Any] | Callable[..., Any] | None = None
+    server: MCPServer | Server[Any] | FunctionServer | Callable[..., Any] | None = None
     isolation: Isolation = "shared"
     pool_size: int | None = None
     max_trajectories: int | None = None
@@ -222,7 +225,7 @@ class ServerConfig:
                 f"`scratch` of server {self.name!r} is a copy for each trajectory, which needs `isolation` 'exclusive' and no "
                 f"`reset_tool`, got {self.isolation!r} and {self.reset_tool!r}. Set `isolation`, or remove `scratch`."
             )
-        if self.transport == "in_process" and not isinstance(self.server, (MCPServer, Server)):
+        if self.transport == "in_process" and not isinstance(self.server, SERVER_OBJECTS):
             if not callable(self.server):
                 raise ServerConfigError(
                     f"`server` of server {self.name!r} must be an `MCPServer`, a low-level `Server`, or a function that makes "
@@ -237,7 +240,7 @@ class ServerConfig:
     @property
     def is_made_per_task(self) -> bool:
         """Return whether `server` makes an object for each trajectory."""
-        return callable(self.server) and not isinstance(self.server, (MCPServer, Server))
+        return callable(self.server) and not isinstance(self.server, SERVER_OBJECTS)
 
     def __repr__(self) -> str:
         return f"ServerConfig(name={self.name!r}, transport={self.transport!r}, target={self.target!r})"

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dotenv import dotenv_values
-from mcp.server import Server
-from mcp.server.mcpserver import MCPServer
 
 from mcp_grpo.errors import ServerConfigError
-from mcp_grpo.tools.config import OPTIONS, ServerConfig, TransportKind, is_text_map, is_texts
+from mcp_grpo.tools.config import OPTIONS, SERVER_OBJECTS, ServerConfig, TransportKind, is_text_map, is_texts
 from mcp_grpo.tools.secrets import is_secret_name
 
 
@@ -246,7 +244,7 @@ def _read_entries(entries: Mapping[str, Any], folder: Path | None) -> tuple[Serv
 
 
 def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Path | None) -> ServerConfig | None:
-    if isinstance(entry, (MCPServer, Server)):
+    if isinstance(entry, SERVER_OBJECTS):
         return ServerConfig(name=name, transport="in_process", server=cast(Any, entry))
     if _is_factory(entry):
         return ServerConfig(name=name, transport="in_process", server=entry, isolation="exclusive")
@@ -279,7 +277,7 @@ def _read_entry(name: str, entry: Any, variables: Mapping[str, str], folder: Pat
 
 def _is_factory(entry: Any) -> bool:
     """Return whether an entry is a function that makes a server."""
-    return callable(entry) and not isinstance(entry, (MCPServer, Server, type))
+    return callable(entry) and not isinstance(entry, (*SERVER_OBJECTS, type))
 
 
 def _read_address(name: str, fields: Mapping[str, Any], expand: Expander) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class ToolPool:
         """
         tools, of_user = self.catalog.all_tools_for(task), self._user_tools(task)
         async with self._lease_servers({tool.server for tool in (*tools, *of_user)}, task) as leased:
-            offered = self.catalog.tools_for(task)
+            offered = self.catalog.tools_for(task) if task.user_turns else tools
             lease = Lease(offered, leased.servers, self._state_tools, self.configs, self._state_calls(task))
             await lease.set_up(task, self._setup_tools)
             # What a user calls is not recorded: what it says is.
@@ -181,8 +181,9 @@ class ToolPool:
 
     def _state_calls(self, task: Task) -> dict[str, list[tuple[Tool, Mapping[str, Any]]]]:
         """Return the calls of all tools, also of those that the task may not use, that show what its trajectory leaves behind."""
+        if not (wanted := state_calls(task)):
+            return {}
         by_name = {(tool.server, tool.name): tool for tool in self.catalog.tools}
-        wanted = state_calls(task)
         for server, name in ((server, call.name) for server, calls in wanted.items() for call in calls):
             if (server, name) not in by_name:
                 raise CatalogError(

@@ -1,11 +1,10 @@
 """How trajectories share a server: one kind of server for each isolation, and the leases that trajectories get."""
 
 import logging
-import math
 import random
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -15,9 +14,11 @@ import mcp.types as types
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.catalog import Tool, offered_tools
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.functions import FunctionServer
 from mcp_grpo.tools.sessions.call_queue import CallQueue
+from mcp_grpo.tools.sessions.direct import DirectSession
 from mcp_grpo.tools.sessions.server import CallServer, OpenServer
-from mcp_grpo.tools.sessions.session import NotSentError, Session
+from mcp_grpo.tools.sessions.session import NotSentError, Session, check_size
 from mcp_grpo.tools.setup import start_states
 from mcp_grpo.types import SETUP, TRAJECTORY_ID, ResultKind, Task, ToolResult
 
@@ -169,8 +170,9 @@ class MadeServer(PinnedServer):
 
     def __init__(self, config: ServerConfig, *args: Any) -> None:
         super().__init__(config, *args, max_inflight=1)
-        self._leases = anyio.CapacityLimiter(config.pool_size or math.inf)
+        self._leases = None if config.pool_size is None else anyio.CapacityLimiter(config.pool_size)
         self._tasks_of: dict[str, Task | None] = {}  # by trajectory
+        self._listing: Sequence[types.Tool] = ()  # as the last server of functions had it
 
     async def open(self) -> tuple[types.Tool, ...]:
         """See [`OpenServer.open`]. One object is made without a task, only to list its tools."""
@@ -182,7 +184,7 @@ class MadeServer(PinnedServer):
 
     @asynccontextmanager
     async def lease(self, trajectory_id: str, task: Task | None = None) -> AsyncGenerator[CallServer, None]:
-        async with self._leases:
+        async with self._leases or nullcontext():
             self._tasks_of[trajectory_id] = task
             try:
                 async with super().lease(trajectory_id, task) as call:
@@ -197,7 +199,10 @@ class MadeServer(PinnedServer):
         return session, calls
 
     def give_back(self, session: Session, trajectory_id: str) -> None:
-        self._tasks.start_soon(self._end, session)
+        if isinstance(session, DirectSession):
+            session.end()
+        else:
+            self._tasks.start_soon(self._end, session)
 
     async def _made(self, task: Task | None) -> Session:
         name, factory = self.config.name, cast("Callable[[Task | None], Any]", self.config.server)
@@ -208,7 +213,20 @@ class MadeServer(PinnedServer):
             raise ToolServerError(
                 self.config.redact(f"Server {name!r} could not be made {of_task}: {type(error).__name__}: {error}")
             ) from error
+        if isinstance(made, FunctionServer):
+            return self._direct(made)
         return await self._start(replace(self.config, server=made))
+
+    def _direct(self, made: FunctionServer) -> Session:
+        """Return a session with a server of functions. Its tools are looked at if they are not those of the last one."""
+        session = DirectSession(self.config, made, self._tasks)
+        if made.tools is not self._listing:
+            check_size(made.tools, self.config)
+            session.tools = tuple(map(self.config.without_secrets_in, made.tools))
+            self._compare(session.tools)
+            self._listing = made.tools
+        self.num_starts += 1
+        return session
 
     async def _use(self, session: Session) -> None:
         """Do nothing: sessions are not kept."""
@@ -285,6 +303,10 @@ class _PinnedLease(_Lease):
             self._server.give_back(self._session, self._trajectory_id)
 
     async def _acquire(self) -> Session:
+        if (
+            self._session is not None and self._session.is_alive
+        ):  # the usual case, for which a lock would cost a turn of the loop
+            return await self._calls[self._session].acquire(self._trajectory_id)
         async with self._moving:
             if self._session is None or not self._session.is_alive:
                 if self._num_sent and self._session is not None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +17,7 @@ from mcp import Client, MCPError
 
 from mcp_grpo.errors import ToolServerError
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.functions import FunctionServer
 from mcp_grpo.tools.observation import observed, observed_error
 from mcp_grpo.tools.transports.http import HttpTransport, is_unsent
 from mcp_grpo.tools.transports.startup_hints import start_hints
@@ -280,6 +281,7 @@ class Session:
     def _connect(self) -> AbstractAsyncContextManager[Client]:
         connection = self._stdio or self._http
         transport: Any = connection.connect() if connection else self._config.server
+        transport = transport.connectable() if isinstance(transport, FunctionServer) else transport
         assert transport is not None
         return Client(
             transport,
@@ -378,23 +380,14 @@ class Session:
 async def _list_tools(client: Client, config: ServerConfig) -> tuple[types.Tool, ...]:
     """List all pages, without secrets; refuse a listing that loops, never ends, or is too large."""
     tools: list[types.Tool] = []
-    cursor, seen, size = None, set[str](), 0
+    cursor, seen = None, set[str]()
     for _ in range(MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
-        tools.extend(map(config.without_secrets_in, page.tools))
+        tools.extend(page.tools)
         cursor = page.next_cursor
-        size += sum(len(tool.description or "") + len(json.dumps(tool.input_schema)) for tool in page.tools)
-        if len(tools) > MAX_TOOLS:
-            raise ToolServerError(
-                f"The server {config.name!r} lists more than {MAX_TOOLS} tools. Have it offer fewer; no prompt holds so many."
-            )
-        if size > config.max_result_bytes:
-            raise ToolServerError(
-                f"The server {config.name!r} lists tools of more than {config.max_result_bytes} bytes. Have it offer fewer, "
-                f"or raise `max_result_bytes`."
-            )
+        check_size(tools, config)
         if cursor is None:
-            return tuple(tools)
+            return tuple(map(config.without_secrets_in, tools))
         if cursor in seen:
             text = f"The server {config.name!r} lists its tools in a loop: page {cursor!r} comes twice."
             raise ToolServerError(f"{config.redact(text)} Report it to its authors.")
@@ -402,6 +395,22 @@ async def _list_tools(client: Client, config: ServerConfig) -> tuple[types.Tool,
     raise ToolServerError(
         f"The server {config.name!r} lists its tools on more than {MAX_PAGES} pages. Report it to its authors."
     )
+
+
+def check_size(tools: Sequence[types.Tool], config: ServerConfig) -> None:
+    """Refuse a listing that is too large."""
+    if len(tools) > MAX_TOOLS:
+        raise ToolServerError(
+            f"The server {config.name!r} lists more than {MAX_TOOLS} tools. Have it offer fewer; no prompt holds so many."
+        )
+    if (
+        sum(len(tool.description or "") + len(json.dumps(tool.input_schema)) for tool in tools)
+        > config.max_result_bytes
+    ):
+        raise ToolServerError(
+            f"The server {config.name!r} lists tools of more than {config.max_result_bytes} bytes. Have it offer fewer, "
+            f"or raise `max_result_bytes`."
+        )
 
 
 def _is_timeout(outcome: _Outcome, seconds: float, timeout: float) -> bool:

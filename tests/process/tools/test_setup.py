@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import anyio
 import pytest
 from helpers.marks import full
 from mcp.server.mcpserver import MCPServer
+from mcp.types import Tool
 from servers.drawer import server
 
+from mcp_grpo.environments import function_server
 from mcp_grpo.errors import CatalogError, ServerConfigError, TaskFormatError, ToolServerError
 from mcp_grpo.rewards.checks import check_tasks
 from mcp_grpo.tools import Cassette, Lease, ServerConfig, ToolPool, load_servers
+from mcp_grpo.tools.functions import FunctionServer
 from mcp_grpo.tools.setup import setup_problems, start_states
 from mcp_grpo.types import ResultKind, Task, ToolCall
 
@@ -79,15 +83,47 @@ def make_drawer(task: Task | None) -> MCPServer:
     return made
 
 
+def made_functions(**options: Any) -> ServerConfig:
+    """The same of functions, which are called without a connection."""
+    return ServerConfig(name="drawer", transport="in_process", server=make_functions, isolation="exclusive", **options)
+
+
+TEXT = {"type": "string"}
+TOOLS = [
+    Tool(name="read", input_schema={"type": "object", "properties": {"name": TEXT}}),
+    Tool(name="write", input_schema={"type": "object", "properties": {"name": TEXT, "text": TEXT}}),
+    Tool(name="content", input_schema={"type": "object", "properties": {}}),
+]
+
+
+def make_functions(task: Task | None) -> FunctionServer:
+    files = {} if task is None else dict(task.metadata["setup"]["drawer"]["files"])
+
+    def answer(name: str, arguments: Mapping[str, Any]) -> str:
+        if name == "read":
+            return files[arguments["name"]]
+        if name == "write":
+            files[arguments["name"]] = arguments["text"]
+        return "written" if name == "write" else json.dumps(files)
+
+    return function_server("made", TOOLS, answer)
+
+
 @pytest.mark.parametrize(
     ("make", "isolation"),
-    [(drawer, "meta"), (made_drawer, "exclusive"), full(drawer_process, "meta"), full(drawer_process, "exclusive")],
+    [
+        (drawer, "meta"),
+        (made_drawer, "exclusive"),
+        (made_functions, "exclusive"),
+        full(drawer_process, "meta"),
+        full(drawer_process, "exclusive"),
+    ],
 )
 async def test_sixty_four_trajectories_begin_where_their_tasks_say(make: Any, isolation: str) -> None:
     """Each looks for files of the others, too."""
     states: dict[int, Any] = {}
     options: dict[str, Any] = {"isolation": isolation} | ({"pool_size": 8} if make is drawer_process else {})
-    if make is made_drawer:
+    if make in (made_drawer, made_functions):
         options = {"state_tool": "content"}
 
     async def attempt(pool: ToolPool, number: int) -> None:
@@ -191,11 +227,12 @@ async def test_options_that_cannot_be_are_refused() -> None:
                 pass
 
 
-async def test_a_server_is_made_for_each_trajectory_and_gone_after_it() -> None:
-    made: list[weakref.ref[MCPServer]] = []
+@pytest.mark.parametrize("make_server", [make_drawer, make_functions])
+async def test_a_server_is_made_for_each_trajectory_and_gone_after_it(make_server: Any) -> None:
+    made: list[weakref.ref[Any]] = []
 
-    def make(one: Task | None) -> MCPServer:
-        found = make_drawer(one)
+    def make(one: Task | None) -> Any:
+        found = make_server(one)
         made.append(weakref.ref(found))
         return found
 
@@ -210,15 +247,16 @@ async def test_a_server_is_made_for_each_trajectory_and_gone_after_it() -> None:
     assert [one() for one in made] == [None] * 4
 
 
-async def test_what_cannot_be_made_is_not_the_policy_s_fault() -> None:
-    async with ToolPool({"drawer": make_drawer}) as pool:
+@pytest.mark.parametrize("make_server", [make_drawer, make_functions])
+async def test_what_cannot_be_made_is_not_the_policy_s_fault(make_server: Any) -> None:
+    async with ToolPool({"drawer": make_server}) as pool:
         with pytest.raises(ToolServerError, match="Server 'drawer' could not be made for task 't': KeyError"):
             await use(pool, task())
     with pytest.raises(ToolServerError, match="could not be made without a task"):
         async with ToolPool({"drawer": lambda task: task.metadata}):
             pass
     with pytest.raises(ServerConfigError, match="its `isolation` must be 'exclusive', got 'meta'"):
-        load_servers({"drawer": {"server": make_drawer, "x-mcp-grpo": {"isolation": "meta"}}})
+        load_servers({"drawer": {"server": make_server, "x-mcp-grpo": {"isolation": "meta"}}})
 
 
 async def seconds_of(lease: Lease, *calls: ToolCall) -> tuple[float, list[str]]:
