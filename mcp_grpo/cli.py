@@ -372,6 +372,7 @@ def _synth(arguments: argparse.Namespace) -> int:
     import anyio
 
     from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
+    from mcp_grpo.synth.calling import NOT_ALLOWED
 
     console = make_console()
     settings = SynthSettings(
@@ -394,6 +395,10 @@ def _synth(arguments: argparse.Namespace) -> int:
         console.print(f"  dropped {number}: {why}", soft_wrap=True)
     for name, why in list(made.uncalled.items())[:MAX_SHOWN]:
         console.print(f"  `{name}` was not used: {why[:300]}", soft_wrap=True)
+    if NOT_ALLOWED in made.uncalled.values():
+        console.print(
+            "  Those of them that only read can be named in `read_only_tools` of their server.", soft_wrap=True
+        )
     counts = ", ".join(f"{len(rows)} {split}" for split, rows in made.rows.items() if rows)
     console.print(
         f"{len(made.tasks)} tasks{f' ({counts})' if counts else ''} from {made.num_calls} calls.", soft_wrap=True

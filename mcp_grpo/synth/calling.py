@@ -12,6 +12,7 @@ from mcp_grpo.tools.catalog import Tool
 from mcp_grpo.types import ResultKind, Task, ToolCall, ToolResult
 
 
+NOT_ALLOWED = "it may change things, and `--allow-writes` was not given"
 MAX_FAULTS = 3  # of a tool's server in a row, before the tool is left alone
 
 
@@ -31,10 +32,7 @@ def callable_tools(pool: ToolPool, *, allow_writes: bool) -> tuple[list[Tool], d
         elif tool.is_read_only or (allow_writes and tool.server in isolated):
             tools.append(tool)
         elif not allow_writes:
-            refused[tool.name] = (
-                f"it may change things, as it does not say that it only reads. If it does, name it in `read_only_tools` of `{tool.server}`; else give "
-                "`--allow-writes`"
-            )
+            refused[tool.name] = NOT_ALLOWED
         else:
             refused[tool.name] = "it may change things, and its server is shared: set its `isolation`"
     return tools, refused
