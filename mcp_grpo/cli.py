@@ -404,11 +404,7 @@ def _synth(arguments: argparse.Namespace) -> int:
         f"{len(made.tasks)} tasks{f' ({counts})' if counts else ''} from {made.num_calls} calls.", soft_wrap=True
     )
     if not files:
-        _complain(
-            "Nothing was found that could be asked. Most often servers do not say which of their tools only read: say it for them with "
-            '`"x-mcp-grpo": {"read_only_tools": ["*"]}` in their entries of the mcpServers file, or name single tools there. Where no value '
-            "is known, give some with `--values`; `--allow-writes` also calls tools that change things."
-        )
+        _complain(made.remedy)
         return 1
     console.print(
         f"They are in {', '.join(map(str, files))}; {arguments.out / 'README.md'} tells about them.", soft_wrap=True

@@ -12,6 +12,7 @@ MAX_SHARE = 0.34  # of the most frequent answer among tasks that ask for the sam
 MAX_SAME = 0.1  # of one answer among all tasks
 MAX_TRAPS = {"refusal": 8, "recovery": 6}  # one for so many other tasks, at most
 MAX_SAID = 0.5  # of the letters of an answer
+MAX_GUESSED = 2  # a number of things that is as soon guessed as counted
 
 Note = Callable[[Draft, str], None]
 
@@ -19,7 +20,7 @@ Note = Callable[[Draft, str], None]
 def filtered(drafts: Sequence[Draft], note: Note, num_tasks: int) -> list[Draft]:
     """Return the drafts that make good tasks, of which so many are wanted; `note` is told why others do not."""
     found = list(drafts)
-    for keep in (_paid, _distinct, _unambiguous, _unsaid, _needed, _not_constant, _not_frequent):
+    for keep in (_paid, _distinct, _unambiguous, _unsaid, _counted, _needed, _not_constant, _not_frequent):
         found = keep(found, note)
     return _few_traps(found, note, num_tasks)
 
@@ -71,6 +72,17 @@ def is_said(value: Any, question: str) -> bool:
     words = said.split()
     known = sum(len(word) for word in words if word in asked.split())
     return len(words) > 1 and known > MAX_SAID * sum(map(len, words))
+
+
+def _counted(drafts: Sequence[Draft], note: Note) -> list[Draft]:
+    """Drop counts of very few things."""
+
+    def is_many(draft: Draft) -> bool:
+        chain = draft.made.chain
+        is_count = chain.outcome == "value" and chain.answer is not None and chain.answer.is_count
+        return not is_count or draft.made.value > MAX_GUESSED
+
+    return _each(drafts, is_many, "the number is easily guessed", note)
 
 
 def _needed(drafts: Sequence[Draft], note: Note) -> list[Draft]:

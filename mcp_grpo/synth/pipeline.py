@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import Endpoint
-from mcp_grpo.synth.calling import callable_tools, calling
+from mcp_grpo.synth.calling import NOT_ALLOWED, callable_tools, calling
 from mcp_grpo.synth.chains import Chain
 from mcp_grpo.synth.changes import make_changes
 from mcp_grpo.synth.explore import Exploration, explore
@@ -26,6 +26,8 @@ from mcp_grpo.tools.catalog import Tool
 
 MAX_OFFERED = 24  # tools in the prompt of a task
 MAX_DISTRACTORS = 6  # of them from other servers
+NO_VALUE = "no value is known that it could be called with"
+MAX_REASONS = 2  # why chains were left out, in a message
 PER_TASK = 4  # chains that are run for each task that is wanted
 
 T = TypeVar("T")
@@ -103,6 +105,22 @@ class Made:
         """Return the rows of all splits."""
         return [row for rows in self.rows.values() for row in rows]
 
+    @property
+    def remedy(self) -> str:
+        """Say why there are no tasks, and what to do."""
+        said = ["Nothing was found that could be asked."]
+        if NOT_ALLOWED in self.uncalled.values():
+            said.append(
+                'Servers often do not say which of their tools only read: say it for them with `"x-mcp-grpo": {"read_only_tools": ["*"]}` '
+                "in their entries of the mcpServers file, or name single tools there. `--allow-writes` also calls tools that change things."
+            )
+        if NO_VALUE in self.uncalled.values():
+            said.append("`mcp-grpo tasks synth --values FILE` takes values to call tools with.")
+        if self.dropped:
+            reasons = [f"{why} ({number} times)" for why, number in list(self.dropped.items())[:MAX_REASONS]]
+            said.append(f"What was tried was left out: {'; '.join(reasons)}.")
+        return " ".join([*said, "Or write tasks of your own, one JSON object a line."])
+
 
 async def make_tasks(servers: Any, settings: SynthSettings, say: Say = lambda text: None) -> Made:
     """
@@ -162,7 +180,7 @@ class _Synthesis:
         uncalled |= {name: f"it never worked: {text}" for name, text in known.failed.items() if name not in uncalled}
         never = {tool.name for tool in reading} - {one.tool.name for one in known.seen} - uncalled.keys()
         spoken = {tool.name for tool in reading if sql_argument(tool) is not None}
-        uncalled |= dict.fromkeys(sorted(never - spoken), "no value is known that it could be called with")
+        uncalled |= dict.fromkeys(sorted(never - spoken), NO_VALUE)
         return Made(
             rows=split_by_chain(rows, settings.seed),
             dropped=dict(self._dropped.most_common()),

@@ -10,13 +10,14 @@ from mcp_grpo.synth.chains import Chain, Ref, Step, shape_of
 from mcp_grpo.synth.explore import Exploration
 from mcp_grpo.synth.selectors import Selector, place_of, selectors_of
 from mcp_grpo.synth.tame import is_tame
-from mcp_grpo.synth.values import Observation, fits
+from mcp_grpo.synth.values import Observation, fits, named_by, optional
 from mcp_grpo.tools.arguments import properties
 from mcp_grpo.tools.catalog import Tool
 
 
 MAX_PER_RESULT = 14  # answers that are proposed for one result
 MAX_LINKS = 3  # ways to reach one value
+MIN_CHOICES = 2  # values in a description that make an argument a choice
 MAX_SHOWN = 160  # characters of an argument in a prompt
 
 ATTRIBUTES = (
@@ -24,6 +25,9 @@ ATTRIBUTES = (
     *("wing span", "tax number", "cabin class", "soil type", "ring tone", "fuel grade", "seat colour", "bank account"),
 )
 """What is asked for where nothing has it."""
+
+
+_LIMIT = re.compile(r"limit|max|count|top|page|head|tail", re.IGNORECASE)
 
 
 def propose(known: Exploration, tools: Sequence[Tool], seed: int) -> list[Chain]:
@@ -63,8 +67,11 @@ def is_sayable(value: Any) -> bool:
 def _answers(seen: Observation, chance: random.Random) -> list[Selector]:
     """Choose what to ask about a result: each kind of answer in turn."""
     by_shape: dict[str, list[Selector]] = {}
+    is_limited = any(_LIMIT.search(name) for name in optional(seen.tool))
     for selector in selectors_of(seen.reading):
-        by_shape.setdefault(selector.shape, []).append(selector)
+        # Where a tool returns the first few unless it is told how many, neither the last nor their number means anything.
+        if not (is_limited and (selector.index == -1 or selector.kind in ("count", "sum"))):
+            by_shape.setdefault(selector.shape, []).append(selector)
     for same in by_shape.values():
         chance.shuffle(same)
     found: list[Selector] = []
@@ -304,6 +311,7 @@ def _lacking(seen: Observation, known: Exploration, tools: Sequence[Tool], chanc
 
 
 def _is_free(seen: Observation, name: str) -> bool:
-    """Tell whether an argument is a text of any kind, not a choice."""
+    """Tell whether an argument is a text of any kind, not a choice: one whose values are listed, or told in its description."""
     schema = properties(seen.tool.input_schema).get(name)
-    return isinstance(schema, Mapping) and "enum" not in schema and fits("text", schema)
+    is_text = isinstance(schema, Mapping) and "enum" not in schema and fits("text", schema)
+    return is_text and len({one.value for one in named_by(schema, name)}) < MIN_CHOICES

@@ -164,10 +164,10 @@ def selectors_of(reading: Reading) -> list[Selector]:
             return []
         pairs = Counter(match[1] for line in lines if (match := _PAIR.match(str(line))))
         found = [Selector(kind="pair", key=key) for key, times in pairs.items() if times == 1 and is_tame_key(key)]
+        # Under a heading of the tool's own, "the second line" may be that of the tool or that of the text.
+        places = (-1,) if str(lines[0]).endswith(":") else (0, 1, 2, -1)
         plain = [
-            index
-            for index in (0, 1, 2, -1)
-            if index < len(lines) - 1 and not re.search(r"[:=-]$|: ", str(lines[index]))
+            index for index in places if index < len(lines) - 1 and not re.search(r"[:=-]$|: ", str(lines[index]))
         ]
         return found + [Selector(kind="line", index=index) for index in plain]
     if reading.form == "scalar":

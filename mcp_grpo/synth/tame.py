@@ -28,8 +28,6 @@ _NO_VERBS = {
     *("when", "if", "in", "on", "with", "by", "from", "use", "used", "using", "please", "and", "or", "not", "no", "all", "any"),
 }  # fmt: skip
 
-_PREPOSITIONS = {"of", "for"}
-
 
 def is_tame(text: str, longest: int = MAX_TEXT) -> bool:
     """Tell whether a value of a server can be quoted in a prompt: one short line that is no markup and no instruction."""
@@ -65,7 +63,7 @@ def phrase(tool: Tool) -> str:
     )
     if not is_plain:
         return f"use `{tool.name}`"
-    if words[1].lower() in _PREPOSITIONS:  # "Price of an item"
+    if words[1].lower() == "of":  # "Price of an item"
         return " ".join(["find the", words[0] if words[0].isupper() else words[0].lower(), *words[1:]])
     return " ".join([_imperative(words[0]), *words[1:]])
 

@@ -123,7 +123,7 @@ class ValueBook:
 
     def candidates(self, tool: Tool, name: str, schema: Any) -> list[list[Found]]:
         """Return the groups of values that an argument may take, the likeliest first."""
-        own = list(_named_by(schema, name))
+        own = list(named_by(schema, name))
         if own and isinstance(schema, Mapping) and ("enum" in schema or "const" in schema):
             return [own]
         wanted = words_of(name)
@@ -192,7 +192,7 @@ def _kinds(schema: Any) -> set[str]:
     return {one for option in options for one in _kinds(option)} if isinstance(options, list) else set()
 
 
-def _named_by(schema: Any, name: str) -> Iterator[Found]:
+def named_by(schema: Any, name: str) -> Iterator[Found]:
     """Yield the values that a schema names itself: choices, examples, its default, what its description quotes."""
     if not isinstance(schema, Mapping):
         return

@@ -50,7 +50,6 @@ from mcp_grpo.types import Task, Trajectory
 WARM_START = "warm_start"
 UNTRAINED, BEFORE, AFTER = "untrained", "before", "after"
 DOCTOR_FILE = "doctor.json"
-MAX_UNUSED = 5  # tools that are named where nothing could be asked
 OWN = ("num_eval_tasks",)  # of the recipes, not of the trainer
 
 
@@ -131,7 +130,7 @@ class Stages:
             with self._console.status("starting the servers ...") as status:
                 made = anyio.run(make_tasks, self._arguments.servers, settings, lambda text: status.update(Text(text)))
             if not write_tasks(made, self._folder / TASKS_FOLDER):
-                raise SettingsError(_nothing_made(made.uncalled))
+                raise SettingsError(made.remedy)
             self._say(
                 f"{len(made.tasks)} tasks from {made.num_calls} calls, each solved twice on the servers; "
                 f"{self._folder / TASKS_FOLDER / 'README.md'} tells about them."
@@ -365,13 +364,3 @@ def _evaluations(settings: Mapping[str, Any], num_tasks: int | None) -> dict[str
     # An evaluation is of whole batches, and no larger than there are attempts.
     attempts = num_tasks * settings["num_generations_eval"]
     return {"per_device_eval_batch_size": min(settings["per_device_eval_batch_size"], attempts)}
-
-
-def _nothing_made(uncalled: Mapping[str, str]) -> str:
-    """Say that there are no tasks, which tools were not used and why, and what to do."""
-    unused = [f"`{name}` was not used: {why}" for name, why in list(uncalled.items())[:MAX_UNUSED]]
-    advice = (
-        "Nothing was found that could be asked. If tools only read, say so with `readOnlyHint` in the server or `read_only_tools` in "
-        "the servers' file; or allow changes with `--allow-writes`, or write tasks of your own (`--tasks`)."
-    )
-    return "\n".join([advice, *unused])

@@ -6,11 +6,12 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
+from pydantic import Field
 
 from mcp_grpo.types import Task
 
@@ -168,6 +169,24 @@ def locked() -> MCPServer:
         if word not in known:
             raise ToolError(f"No safe has the word {word!r}.")
         return json.dumps({"coins": known[word], "owner": f"{word[:3].upper()}-{known[word] + 1}"})
+
+    return server
+
+
+def journal() -> MCPServer:
+    """A server that returns a few entries unless it is told how many, of two kinds that its description names."""
+    server = MCPServer("journal", log_level="ERROR")
+
+    @server.tool(annotations=READS)
+    async def entries(kind: Annotated[str, Field(description="Either 'day' or 'night'.")], max_count: int = 4) -> str:
+        """Show the entries of a kind."""
+        if kind not in ("day", "night"):
+            raise ToolError(f"There is no kind {kind!r}.")
+        found = [
+            {"title": f"{kind} {word}", "pages": 11 + 7 * number + len(kind), "author": f"{word} {kind[:2]}man"}
+            for number, word in enumerate(("heron", "badger", "otter", "falcon", "weasel", "marten"))
+        ]
+        return json.dumps(found[:max_count])
 
     return server
 

@@ -16,6 +16,7 @@ from helpers.libraries import (
     database,
     flaky,
     hostile,
+    journal,
     leaking,
     library,
     locked,
@@ -221,6 +222,20 @@ def test_tools_that_return_a_single_value_are_asked_and_linked() -> None:
     chains = [[c["calls"][0]["name"] for c in row["solution"]["steps"]] for row in tasks if row["family"] == "chain"]
     assert ["manager", "salary"] in chains
     assert [one.problems for one in run_solutions(tasks_from_rows(tasks), {"staff": staff()}) if one.problems] == []
+
+
+def test_the_last_of_some_and_the_absence_of_a_choice_are_not_asked_for() -> None:
+    tasks = made({"journal": journal()}).tasks
+    assert len(tasks) > 5
+    assert not [row for row in tasks if "last" in question(row)]
+    assert not [row for row in tasks if "How many" in question(row)]
+    kinds = {"`kind` set to `day`", "`kind` set to `night`"}
+    assert all(any(kind in question(row) for kind in kinds) for row in tasks if "`kind`" in question(row))
+
+
+def test_where_nothing_can_be_asked_the_remedy_is_that_for_the_reason() -> None:
+    assert "`mcp-grpo tasks synth --values FILE`" in made({"locked": locked()}).remedy
+    assert "What was tried was left out: " in made({"clock": clock()}).remedy
 
 
 def test_settings_that_make_nothing_are_refused() -> None:
