@@ -19,6 +19,8 @@ _NOT_FOUND = re.compile(
     re.IGNORECASE,
 )
 
+_REFUSED = re.compile(r"\bdenied\b|\boutside\b|\bnot (?:allowed|permitted)\b|\bforbidden\b", re.IGNORECASE)
+
 
 class CallTool(Protocol):
     """Something that calls tools."""
@@ -205,6 +207,8 @@ def _answer(chain: Chain, readings: Sequence[Reading]) -> Any:
 def _check_absence(chain: Chain, call: Step, text: str, reading: Reading) -> None:
     if chain.missing is not None:
         return
+    if _REFUSED.search(text):
+        raise DroppedError("the tool refuses to look, which does not show that there is no such thing")
     is_told = call.fails and _NOT_FOUND.search(text) is not None
     is_empty = not call.fails and (
         reading.is_empty or (len(text) < 200 and re.search(r"\bno\b|\bnot\b|\bnone\b", text, re.IGNORECASE))

@@ -191,6 +191,26 @@ def journal() -> MCPServer:
     return server
 
 
+def vault() -> MCPServer:
+    """A server that refuses to say whether there is what it does not show."""
+    server = MCPServer("vault", log_level="ERROR")
+    boxes = {"amber": 412, "cobalt": 977, "indigo": 651, "umber": 288}
+
+    @server.tool(annotations=READS)
+    async def boxes_of_vault() -> list[str]:
+        """List the boxes of the vault."""
+        return list(boxes)
+
+    @server.tool(annotations=READS)
+    async def weight(box: str) -> int:
+        """Weight of a box."""
+        if box not in boxes:
+            raise ToolError(f"Access denied: {box} is outside of what may be read.")
+        return boxes[box]
+
+    return server
+
+
 def staff() -> MCPServer:
     """A server whose tools return a single name or number."""
     server = MCPServer("staff", log_level="ERROR")

@@ -23,6 +23,7 @@ from helpers.libraries import (
     many,
     per_task,
     staff,
+    vault,
 )
 
 from mcp_grpo.errors import SettingsError
@@ -231,6 +232,12 @@ def test_the_last_of_some_and_the_absence_of_a_choice_are_not_asked_for() -> Non
     assert not [row for row in tasks if "How many" in question(row)]
     kinds = {"`kind` set to `day`", "`kind` set to `night`"}
     assert all(any(kind in question(row) for kind in kinds) for row in tasks if "`kind`" in question(row))
+
+
+def test_a_tool_that_refuses_to_look_shows_no_absence() -> None:
+    tasks = made({"vault": vault()})
+    assert not [row for row in tasks.tasks if row["family"] == "refusal"]
+    assert any("refuses to look" in why for why in tasks.dropped)
 
 
 def test_where_nothing_can_be_asked_the_remedy_is_that_for_the_reason() -> None:
