@@ -340,5 +340,5 @@ async def test_very_many_parts_are_read_as_one_and_very_many_values_are_too_much
 async def test_a_stream_that_floods_holds_up_nobody(config: Callable[..., ServerConfig], how: str) -> None:
     async with ToolPool([config(call_timeout=1.5)]) as pool, longest_stall() as stall:
         result = await pool.call(do(how))
-        assert stall() < 0.3
+        assert stall() < 0.6
     assert result.kind is ResultKind.TIMEOUT

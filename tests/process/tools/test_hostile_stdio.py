@@ -62,7 +62,7 @@ async def test_a_flood_holds_up_nobody_and_is_not_kept(how: str, rogue: Rogue) -
             median = await median_call(pool, 1.0)
             grown = process.memory_info().rss - before
             tasks.cancel_scope.cancel()
-        assert stall() < 0.3
+        assert stall() < 0.6
         start = time.monotonic()
     assert time.monotonic() - start < 20
     assert median < max(0.1, 10 * quiet)  # it was 400 times as long
