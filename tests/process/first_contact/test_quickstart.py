@@ -63,6 +63,7 @@ def check_words(said: Said) -> None:
     assert "The policy did not learn" in said.terminal
 
 
+@pytest.mark.full
 def test_the_quickstart_says_what_it_does_and_leaves_an_adapter(shell: Shell) -> None:
     check_words(shell.run_forked("recipes/quickstart.py", *OPTIONS))
     as_said = 'from mcp_grpo import load_adapter; model, tokenizer = load_adapter("out"); print(type(model).__name__)'
