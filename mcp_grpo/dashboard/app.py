@@ -47,7 +47,7 @@ def clean(value: Any) -> Any:
 
 
 class Answers:
-    """What the page asks for, each answered from the files of a run."""
+    """Answer what the page asks for from the files of a run."""
 
     NAMES = ("runs", "metrics", "trajectories", "trajectory", "group", "history")
 

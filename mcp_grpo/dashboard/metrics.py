@@ -15,7 +15,7 @@ Series = dict[str, tuple[list[int], list[float | None]]]
 
 
 class MetricsTail:
-    """What `metrics.jsonl` of a run has so far. Only what is new in it is read."""
+    """Metrics of a run so far, from `metrics.jsonl`. Only what is new in it is read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -179,7 +179,7 @@ class TrajectoryIndex:
 
 
 class _Columns:
-    """What is small of all trajectories, as arrays."""
+    """The small columns of all trajectories, as arrays."""
 
     def __init__(self, parts: Sequence[pa.Table]) -> None:
         table = pa.concat_tables(parts).combine_chunks() if parts else None

@@ -12,7 +12,7 @@ from mcp_grpo.quickstart.warm_start import WARM_START
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldFiles:
-    """Where the parts of the quickstart are."""
+    """Files of the quickstart: its servers, tasks and model."""
 
     servers: str
     tasks: str
