@@ -148,8 +148,8 @@ def test_the_present_is_recognised(value: Any, is_present: bool) -> None:
     assert tells_present(value, NOW) is is_present
 
 
-def draft(number: int, value: Any, question: str | None = None) -> Draft:
-    answer = Selector(kind="field", path=("size",))
+def draft(number: int, value: Any, question: str | None = None, kind: Any = "field") -> Draft:
+    answer = Selector(kind=kind, path=("size",))
     chain = Chain(
         family="lookup", steps=(Step(tool="info", arguments={"n": number}),), shape="info > size", answer=answer
     )
@@ -170,6 +170,17 @@ def test_an_answer_in_the_question_is_dropped() -> None:
     found, why = kept([draft(1, "blue"), draft(2, "green", "Is it green or what?")])
     assert [one.answer["value"] for one in found] == ["blue"]
     assert why == ["the answer stands in the question"]
+
+
+def test_counts_of_very_few_things_are_dropped_and_small_values_are_not() -> None:
+    found, why = kept([draft(n, n, f"How many of {'abcdef'[n]}?", "count") for n in range(6)] + [draft(8, 1)])
+    assert [(one.made.chain.answer.kind, one.answer["value"]) for one in found if one.made.chain.answer] == [
+        ("count", 3),
+        ("count", 4),
+        ("count", 5),
+        ("field", 1),
+    ]
+    assert why == ["the number is easily guessed"] * 3
 
 
 def test_an_answer_that_is_nearly_always_the_same_is_dropped() -> None:
