@@ -185,7 +185,9 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     return Evaluation.of(attempts)
 
 
-def baselines(tasks: Sequence[Task], servers: Any, is_success: Success = is_done) -> dict[str, float]:
+def baselines(
+    tasks: Sequence[Task], servers: Any, is_success: Success = is_done, user: User | None = None
+) -> dict[str, float]:
     """
     Measure what a policy is to be compared with: saying that one does not know, and the scripted solutions where there are some.
 
@@ -196,12 +198,14 @@ def baselines(tasks: Sequence[Task], servers: Any, is_success: Success = is_done
             What [`MCPGRPOTrainer`] takes as `servers`.
         is_success (`Callable[[Trajectory], bool]`, *optional*):
             See [`evaluate`].
+        user (`Callable`, *optional*):
+            See [`evaluate`].
 
     Returns:
         `dict[str, float]`: Success by name.
     """
     idle, scripted = NOTHING.tasks(tasks), [task for task in tasks if task.metadata.get("solution") is not None]
-    run = run_solutions([*idle, *scripted], servers, is_success=is_success)
+    run = run_solutions([*idle, *scripted], servers, is_success=is_success, user=user)
     solved = [is_solved(one.trajectory, is_success) for one in run]
     found = {"doing nothing": sum(solved[: len(idle)]) / len(idle)}
     if scripted:

@@ -29,6 +29,12 @@ class TrainArguments:
             Tasks to train on; made by calling the servers' tools if not given.
         eval_tasks (`str`, *optional*):
             Tasks to judge by; some of the others are held out if not given.
+        environment (`str`, *optional*):
+            Environment to train in instead of `servers`, such as `"workbench"` or `module:function`; it brings its own tasks.
+        data (`str`, *optional*):
+            Folder with the environment's own files.
+        options (`tuple[tuple[str, str], ...]`, *optional*):
+            Names and values of the environment's options.
         num_tasks (`int`, *optional*, defaults to `200`):
             Most tasks that are made.
         num_eval_tasks (`int`, *optional*, defaults to `120`):
@@ -49,6 +55,9 @@ class TrainArguments:
     model: str | None = None
     tasks: str | None = None
     eval_tasks: str | None = None
+    environment: str | None = None
+    data: str | None = None
+    options: tuple[tuple[str, str], ...] = ()
     num_tasks: int = 200
     num_eval_tasks: int = 120
     steps: int | None = None
@@ -64,6 +73,7 @@ class TrainArguments:
                 raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
         if self.learning_rate is not None and self.learning_rate <= 0:
             raise SettingsError(f"`--learning-rate` must be above 0, got {self.learning_rate}.")
+        self._check_environment()
         if self.servers is None and self.tasks is not None:
             raise SettingsError("Name the servers that the tasks are for with `--servers`.")
         if self.eval_tasks is not None and self.tasks is None:
@@ -72,9 +82,26 @@ class TrainArguments:
                 "both, or neither."
             )
 
+    def _check_environment(self) -> None:
+        """Refuse what an environment brings itself, and what only an environment has."""
+        if self.environment is None:
+            given = [flag(name) for name in ("data", "options") if getattr(self, name)]
+            if given:
+                raise SettingsError(
+                    f"`{given[0]}` is for an environment. Name it with `--environment`, or leave `{given[0]}` out."
+                )
+            return
+        given = [flag(name) for name in ("servers", "tasks", "eval_tasks", "allow_writes") if getattr(self, name)]
+        if given:
+            raise SettingsError(
+                f"`--environment {self.environment}` has its own servers and tasks: leave {' and '.join(f'`{one}`' for one in given)} "
+                "out."
+            )
+
     def told(self) -> dict[str, Any]:
         """Return the arguments as they are written down, with digests of the files that they name."""
         given: dict[str, Any] = asdict(self)
+        given["options"] = [list(option) for option in self.options]  # as JSON has it
         for name in FILES:
             path = None if given[name] is None else Path(given[name])
             if path is not None and path.is_file():
@@ -84,7 +111,7 @@ class TrainArguments:
 
 def flag(name: str) -> str:
     """Return the flag of an argument."""
-    return "--cpu" if name == "use_cpu" else f"--{name.replace('_', '-')}"
+    return {"use_cpu": "--cpu", "options": "--option"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +125,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks to train on: JSON, JSONL or Parquet file, folder, or Hub id (default: they are made by calling the tools)",
     )
     parser.add_argument("--eval-tasks", help="tasks to judge by (default: some of the tasks are held out)")
+    parser.add_argument(
+        "--environment",
+        metavar="NAME",
+        help="train in an environment, with its own servers and tasks: workbench, bfcl, verifiers, or module:function of one "
+        "of yours",
+    )
+    parser.add_argument("--data", help="folder with the environment's own files, such as a clone of its repository")
+    parser.add_argument(
+        "--option",
+        nargs=2,
+        action="append",
+        default=[],
+        dest="options",
+        metavar=("NAME", "VALUE"),
+        help="option of the environment",
+    )
     parser.add_argument("--num-tasks", type=int, default=200, help="most tasks that are made (default: %(default)s)")
     parser.add_argument(
         "--num-eval-tasks", type=int, default=120, help="most tasks to judge by (default: %(default)s)"
@@ -118,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"folder of the run (default: outputs/SERVERS-MODEL, or outputs/{QUICKSTART}); the same command again goes on there",
+        help=f"folder of the run (default: outputs/SERVERS-MODEL or ENVIRONMENT-MODEL, or outputs/{QUICKSTART}); the same command again goes on there",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the plan, with a time for each stage, and stop")
 
@@ -126,8 +169,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_arguments(namespace: argparse.Namespace) -> tuple[TrainArguments, Path]:
     """Return what a command line says, and the folder of the run."""
     names = [field.name for field in fields(TrainArguments)]
-    arguments = TrainArguments(**{name: getattr(namespace, name) for name in names})
-    name = QUICKSTART
+    given: dict[str, Any] = {name: getattr(namespace, name) for name in names}
+    given["options"] = tuple((name, value) for name, value in namespace.options)
+    arguments = TrainArguments(**given)
+    name, model = QUICKSTART, Path(arguments.model or MODEL).name
     if arguments.servers is not None:
-        name = f"{Path(arguments.servers).stem}-{Path(arguments.model or MODEL).name}"
+        name = f"{Path(arguments.servers).stem}-{model}"
+    elif arguments.environment is not None:
+        name = f"{arguments.environment.partition(':')[2] or arguments.environment}-{model}"
     return arguments, namespace.out or OUTPUTS / name

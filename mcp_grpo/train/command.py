@@ -77,7 +77,7 @@ def _use_one_device() -> None:
 
 def _resolved(arguments: TrainArguments, folder: Path) -> TrainArguments:
     """Name what was not named: the files of the quickstart, written into a folder, or only the model."""
-    if arguments.servers is not None:
+    if arguments.servers is not None or arguments.environment is not None:
         return replace(arguments, model=arguments.model or MODEL)
     from mcp_grpo.quickstart.files import write_world
 
@@ -98,6 +98,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
     from mcp_grpo.train.plan import make_plan
     from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
     from mcp_grpo.train.splits import MAX_VALIDATION, TASKS_FOLDER, load_splits
+    from mcp_grpo.train.world import world_of
 
     size = ModelSize.of(str(arguments.model))
     choice = settings_for(
@@ -107,8 +108,14 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
         steps=arguments.steps,
         learning_rate=arguments.learning_rate,
     )
+    world = world_of(arguments)
+    world.fit(choice.settings)
     settings = dict(choice.settings)
-    has_tasks = arguments.tasks is not None or (folder / TASKS_FOLDER / "train.jsonl").is_file()
+    has_tasks = (
+        arguments.tasks is not None
+        or world.environment is not None
+        or (folder / TASKS_FOLDER / "train.jsonl").is_file()
+    )
     if has_tasks:
         splits = load_splits(arguments, folder)
         num_train, num_test = len(splits.train), len(splits.test)
@@ -134,10 +141,9 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
 
 def _show_plan(arguments: TrainArguments, choice: Any, plan: list[Any], ledger: Ledger, console: Console) -> None:
     from mcp_grpo.train.plan import plan_table
+    from mcp_grpo.train.world import world_of
 
-    console.print(
-        f"Train {arguments.model} on the servers of {arguments.servers}, in {ledger.folder}.", soft_wrap=True
-    )
+    console.print(f"Train {arguments.model} on {world_of(arguments).name}, in {ledger.folder}.", soft_wrap=True)
     for reason in choice.reasons:
         console.print(f"  {reason}", soft_wrap=True)
     console.print(plan_table(plan, ledger))

@@ -18,6 +18,7 @@ from mcp_grpo.evaluation import run_solutions
 from mcp_grpo.rollout import Renderer, conversation_tokens, output_rows, set_call_format
 from mcp_grpo.sampling.threads import choose_threads
 from mcp_grpo.tools import ToolPool
+from mcp_grpo.tools.users import User
 from mcp_grpo.trl_compat import SFTConfig, SFTTrainer, give_bias, unset_hf_deepspeed_config
 from mcp_grpo.types import Task, Trajectory
 
@@ -59,6 +60,7 @@ def imitate(
     call_format: str = "auto",
     peft_config: Any = None,
     quantization_config: Any = None,
+    user: User | None = None,
 ) -> SFTTrainer:
     """
     Train a policy on the solutions of tasks, run on the servers, and save it to `output_dir` of the settings.
@@ -88,6 +90,8 @@ def imitate(
             The adapter to train; all weights if not given. The whole model is then saved to `merged` in the folder.
         quantization_config (`Any`, *optional*):
             How the weights below an adapter are quantised.
+        user (`Callable`, *optional*):
+            Says what users say next, as [`MCPGRPOTrainer`] takes it.
 
     Returns:
         [`~trl.SFTTrainer`]: The finished trainer.
@@ -102,7 +106,7 @@ def imitate(
     renderer = Renderer(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id], chat_template_kwargs=chat_template_kwargs)
     made: list[Dataset | None] = [None]
     if config.process_index == 0:  # servers need not answer twice alike, and processes must agree on the steps
-        solved = conversations(tasks, servers)
+        solved = conversations(tasks, servers, user)
         made[0] = make_dataset(
             solved,
             anyio.run(tools_of, [task for task, _ in solved], servers),
@@ -139,7 +143,9 @@ def warm_model(folder: Path) -> Path:
     return folder / MERGED if (folder / MERGED).exists() else folder
 
 
-def conversations(tasks: Sequence[Task], servers: Any) -> list[tuple[Task, list[dict[str, Any]]]]:
+def conversations(
+    tasks: Sequence[Task], servers: Any, user: User | None = None
+) -> list[tuple[Task, list[dict[str, Any]]]]:
     """
     Return each task with the messages after its prompt: recorded, or from its solution on the servers.
 
@@ -147,7 +153,7 @@ def conversations(tasks: Sequence[Task], servers: Any) -> list[tuple[Task, list[
     """
     recorded = [(task, list(task.metadata["messages"])) for task in tasks if task.metadata.get("messages")]
     scripted = [task for task in tasks if not task.metadata.get("messages")]
-    found = run_solutions(scripted, servers) if scripted else []
+    found = run_solutions(scripted, servers, user=user) if scripted else []
     solved = [(one.trajectory.task, list(one.trajectory.messages)) for one in found if not one.problems]
     if len(solved) < len(found):
         logger.warning(

@@ -238,8 +238,8 @@ class ModelSize:
         if self.parameters is None:
             return "of unknown size"
         if self.parameters >= 1e9:
-            return f"{self.parameters / 1e9:.1f} billion weights"
-        return f"{self.parameters / 1e6:.{0 if self.parameters >= 1e7 else 1}f} million weights"
+            return f"of {self.parameters / 1e9:.1f} billion weights"
+        return f"of {self.parameters / 1e6:.{0 if self.parameters >= 1e7 else 1}f} million weights"
 
 
 TINY, SMALL, MEDIUM = 20_000_000, 300_000_000, 1_000_000_000
@@ -321,7 +321,7 @@ def settings_for(
     }
     choice.reasons.append(
         f"learn     for {settings['max_steps']} steps at a learning rate of {settings['learning_rate']:g}, "
-        + ("as given" if steps is not None and learning_rate is not None else f"for a model of {size}")
+        + ("as given" if steps is not None and learning_rate is not None else f"for a model {size}")
     )
     return choice
 

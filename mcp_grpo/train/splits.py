@@ -1,20 +1,25 @@
 """Which tasks are trained on, which the best policy is chosen by, and which it is judged by."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
+from mcp_grpo.environments import Environment
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.synth.splits import MIN_CHAINS, split_by_chain
 from mcp_grpo.tasks import load_tasks
+from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.world import world_of
 
 
 TASKS_FOLDER = "tasks"  # in that of a run, where tasks are made
+KINDS = ("chain", "template")  # columns that say which tasks are alike, and must not be on both sides of a split
+GROUNDED = "grounded"  # column that says whether a solution uses only what the task or a tool has shown before
 MAX_VALIDATION = 32  # tasks that the best policy is chosen by
 
 
@@ -63,6 +68,8 @@ def load_splits(arguments: TrainArguments, folder: Path) -> Splits:
     Raises:
         [`SettingsError`]: If there are too few tasks to hold some out.
     """
+    if (environment := world_of(arguments).environment) is not None:
+        return _of_environment(environment, arguments)
     if arguments.tasks is None:
         return _made(arguments, folder / TASKS_FOLDER)
     tasks = load_tasks(arguments.tasks)
@@ -79,6 +86,21 @@ def load_splits(arguments: TrainArguments, folder: Path) -> Splits:
         arguments,
         note,
     )
+
+
+def _of_environment(environment: Environment, arguments: TrainArguments) -> Splits:
+    """Return the environment's own splits, with tasks to choose the best policy by from those to train on."""
+    if "test" not in environment.splits or "train" not in environment.splits:
+        return _held_out(environment.tasks(), arguments, f"in {environment.name}")
+    tasks = dataset_from_rows([_without_guesses(row) for row in environment.splits["train"]])
+    places, _ = _split(tasks, arguments.seed)
+    train = sorted([*places["train"], *places["test"]])
+    return _parts(tasks.select(train), tasks.select(places["validation"]), environment.tasks("test"), arguments, "")
+
+
+def _without_guesses(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take away a solution that uses what a policy cannot know: it would teach it to guess."""
+    return row if row.get(GROUNDED, True) else {**row, "solution": None}
 
 
 def _made(arguments: TrainArguments, folder: Path) -> Splits:
@@ -112,7 +134,8 @@ def _held_out(tasks: Dataset, arguments: TrainArguments, where: str) -> Splits:
 
 def _split(tasks: Dataset, seed: int) -> tuple[dict[str, list[int]], bool]:
     """Return the places of the tasks of each part: by chain, where there are enough chains, else by task."""
-    chains = tasks["chain"] if "chain" in tasks.column_names else tasks["task_id"]
+    column = next((name for name in KINDS if name in tasks.column_names), "task_id")
+    chains = tasks[column]
     is_by_chain = len(set(chains)) >= MIN_CHAINS
     keys: Sequence[Any] = chains if is_by_chain else tasks["task_id"]
     rows = [{"chain": str(key), "place": place} for place, key in enumerate(keys)]

@@ -20,13 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor import Subject, examine
 from mcp_grpo.errors import HealthError, SettingsError
-from mcp_grpo.evaluation import compare, comparison_table
+from mcp_grpo.evaluation import Evaluation, compare, comparison_table
 from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrainingProgress
 from mcp_grpo.monitor.run_page import write_page
 from mcp_grpo.policy_evaluation import baselines, evaluate, read_evaluation
 from mcp_grpo.publishing import newest_checkpoint, serve_command
 from mcp_grpo.publishing.load import load_base
-from mcp_grpo.rewards import fault_penalty, is_done, task_outcome
 from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
@@ -42,6 +41,7 @@ from mcp_grpo.train.ledger import Ledger
 from mcp_grpo.train.plan import ATTEMPTS, NUM_LOOKED_AT
 from mcp_grpo.train.settings import Choice, ModelSize, fit_step, warm_up_settings
 from mcp_grpo.train.splits import TASKS_FOLDER, Splits, load_splits
+from mcp_grpo.train.world import world_of
 from mcp_grpo.trainer import MCPGRPOTrainer
 from mcp_grpo.trl_compat import ModelConfig, get_peft_config, get_quantization_config
 from mcp_grpo.types import Task, Trajectory
@@ -75,7 +75,7 @@ class Stages:
     ) -> None:
         self._arguments, self._choice, self._size, self._ledger = arguments, choice, size, ledger
         self._console, self._folder = console, ledger.folder
-        self._model = str(arguments.model)
+        self._model, self._world = str(arguments.model), world_of(arguments)
         self._trainer: MCPGRPOTrainer | None = None
         disable_progress_bar()  # of loading and saving a file
 
@@ -94,12 +94,12 @@ class Stages:
 
     def doctor(self) -> str:
         """Examine machine, servers, model and settings, and the tasks where there are some; refuse to go on with what is wrong."""
-        arguments, has_tasks = self._arguments, self._arguments.tasks is not None
+        has_tasks = self._brings_tasks
         subject = Subject(
-            servers=lambda: arguments.servers,
+            servers=lambda: self._world.servers,
             tasks=(lambda: self._splits.train) if has_tasks else None,
             eval_tasks=(lambda: self._splits.test) if has_tasks else None,
-            rewards=lambda: [task_outcome, fault_penalty],
+            rewards=lambda: list(self._world.reward_funcs),
             model=self._model_config(self._model),
             config=lambda: MCPGRPOConfig(**self._settings),
             settings=self._settings,
@@ -121,7 +121,7 @@ class Stages:
 
     def tasks(self) -> str:
         """Make tasks by calling the servers' tools, where none are given, and hold some out."""
-        if self._arguments.tasks is None:
+        if not self._brings_tasks:
             settings = SynthSettings(
                 num_tasks=self._arguments.num_tasks,
                 seed=self._arguments.seed,
@@ -151,7 +151,7 @@ class Stages:
             self._say(calls_sentence(attempts))
             solutions = self._solutions()
             self._say("The policy cannot call tools yet. How well it does as it is, to compare with:")
-            evaluate(self._open(), self._test, output_dir=self._folder / UNTRAINED)
+            self._evaluate(UNTRAINED)
             self.close()
             shutil.rmtree(warm, ignore_errors=True)
             self._warm_up(solutions, warm)
@@ -167,7 +167,7 @@ class Stages:
 
     def before(self) -> str:
         """Attempt the tasks to judge by."""
-        found = evaluate(self._open(), self._test, k=ATTEMPTS, output_dir=self._folder / BEFORE)
+        found = self._evaluate(BEFORE, ATTEMPTS)
         return f"Success before training: {found.interval.mean:.1%} ({found.interval.low:.1%} to {found.interval.high:.1%})."
 
     def training(self) -> str:
@@ -189,9 +189,9 @@ class Stages:
 
     def after(self) -> str:
         """Attempt the tasks to judge by again, and measure what to compare with."""
-        found = evaluate(self._open(), self._test, k=ATTEMPTS, output_dir=self._folder / AFTER)
+        found = self._evaluate(AFTER, ATTEMPTS)
         with self._console.status("running what to compare with ..."):
-            others = baselines(self._test, self._arguments.servers)
+            others = baselines(self._test, self._world.servers, self._world.is_success, self._world.user)
         if (self._folder / UNTRAINED).is_dir():
             others = {"the model before its warm start": read_evaluation(self._folder / UNTRAINED).success, **others}
         self._ledger.note(baselines=others)
@@ -225,7 +225,7 @@ class Stages:
         except SettingsError as error:
             serving = str(error)
         self._say(f"\nServe it with:\n  {serving}")
-        self._say(f"Talk to it with:\n  mcp-grpo chat --adapter {folder} --servers {self._arguments.servers}")
+        self._say(f"Try it with:\n  {self._world.attempt_with.format(policy=folder)}")
         return not stopped
 
     def close(self) -> None:
@@ -245,12 +245,17 @@ class Stages:
         return tasks_from_rows(self._splits.test)
 
     @property
+    def _brings_tasks(self) -> bool:
+        """Tell whether there are tasks without making some."""
+        return self._arguments.tasks is not None or self._world.environment is not None
+
+    @property
     def _settings(self) -> dict[str, Any]:
         """Return the settings of the trainer; those of the model are taken out."""
         of_model = {field.name for field in fields(ModelConfig)}
         settings = {name: value for name, value in self._choice.settings.items() if name not in (*of_model, *OWN)}
         settings |= {"output_dir": str(self._folder), "seed": self._arguments.seed, "report_to": "none"}
-        if self._ledger.is_done("tasks") or self._arguments.tasks is not None:
+        if self._ledger.is_done("tasks") or self._brings_tasks:
             splits = self._splits
             fit_step(settings, len(splits.train))
             settings |= _evaluations(settings, None if splits.validation is None else len(splits.validation))
@@ -281,23 +286,30 @@ class Stages:
             config.model_init_kwargs = loading
         trainer = MCPGRPOTrainer(
             policy,
-            [task_outcome, fault_penalty],
+            list(self._world.reward_funcs),
             config,
             self._splits.train,
             eval_dataset=self._splits.validation,
-            servers=self._arguments.servers,
-            is_success=is_done,
+            servers=self._world.servers,
+            user=self._world.user,
+            is_success=self._world.is_success,
             processing_class=AutoTokenizer.from_pretrained(base) if is_trained else None,
             peft_config=None if is_trained else get_peft_config(model),
             quantization_config=None if is_trained else get_quantization_config(model),
             callbacks=[MetricsFile(self._folder / METRICS_FILE)],
         )
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(TrainingProgress(success="task_outcome"))
+        trainer.add_callback(TrainingProgress(success=self._world.reward_funcs[0].__name__))
         if is_trained:
             trainer.recall()
         self._trainer = trainer
         return trainer
+
+    def _evaluate(self, name: str, k: int = 1) -> Evaluation:
+        """Attempt the tasks to judge by; what comes of it has a folder of that name."""
+        return evaluate(
+            self._open(), self._test, k=k, is_success=self._world.is_success, output_dir=self._folder / name
+        )
 
     def _look(self) -> list[Trajectory]:
         """Attempt a few of the tasks to train on."""
@@ -342,7 +354,8 @@ class Stages:
             AutoTokenizer.from_pretrained(self._model),
             config,
             tasks,
-            self._arguments.servers,
+            self._world.servers,
+            user=self._world.user,
             name=self._model,
             init_kwargs=loading,
             chat_template_kwargs=self._settings["chat_template_kwargs"],

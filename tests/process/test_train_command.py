@@ -16,6 +16,7 @@ from helpers.sums import ROWS
 from helpers.sums import SERVERS as SUMS
 
 from mcp_grpo.cli import main
+from mcp_grpo.environments import Environment
 from mcp_grpo.quickstart.files import write_world
 from mcp_grpo.quickstart.servers import SERVERS
 from mcp_grpo.quickstart.tasks import build_tasks, with_solutions
@@ -90,6 +91,24 @@ def test_one_command_trains_and_shows_what_was_learnt(place: Path, capsys: pytes
     assert (again["kept_step"], again["num_steps"]) == (before["kept_step"], before["num_steps"])
     assert again["before"] == before["before"]
     assert (out / "README.md").read_text().count("curves.png") == card.count("curves.png")
+
+
+def make_world(number: str) -> Environment:
+    train, held_out = build_tasks(num_train=int(number), num_held_out=4)
+    splits = {"train": with_solutions(train), "test": with_solutions(held_out)}
+    return Environment(name="Quickstart", servers=SERVERS, splits=splits, max_turns=5)
+
+
+@pytest.mark.full
+def test_one_command_trains_in_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--environment", f"{__name__}:make_world", "--option", "number", "60"]
+    out = tmp_path / "out"
+    assert main(["train", *where, "--model", str(WARM_START), "--steps", "2", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "on Quickstart, in " in said
+    assert "doing nothing 0.0%, scripted solutions 100.0%" in said
+    assert f"mcp-grpo bench {__name__}:make_world --option number 60 --split test --policy {out}" in said
+    assert "4 tasks, 8 attempts before and 8 after." in (out / "README.md").read_text()
 
 
 @pytest.mark.full

@@ -9,12 +9,14 @@ import pytest
 from mcp_grpo.cli import main
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor.machine import Machine
+from mcp_grpo.environments import Environment
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import Ledger
 from mcp_grpo.train.plan import STAGES, duration, make_plan
 from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
 from mcp_grpo.train.splits import load_splits
+from mcp_grpo.train.world import world_of
 
 
 LARGE = Machine(gpu="H200", memory=139.0, has_bf16=True, packages=frozenset({"vllm"}))
@@ -151,6 +153,9 @@ def test_what_a_stage_wrote_down_is_there_for_the_next_process(told: dict[str, A
         ({"learning_rate": -1.0}, "`--learning-rate` must be above 0"),
         ({"servers": None}, "Name the servers that the tasks are for"),
         ({"tasks": None, "eval_tasks": "held.jsonl"}, "`--eval-tasks` are of no use without `--tasks`"),
+        ({"environment": "workbench"}, "has its own servers and tasks: leave `--servers` and `--tasks` out"),
+        ({"data": "folder"}, "`--data` is for an environment. Name it with `--environment`"),
+        ({"options": (("tools", "all"),)}, "`--option` is for an environment"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(told: dict[str, Any], changes: dict[str, Any], problem: str) -> None:
@@ -217,6 +222,44 @@ def test_tasks_to_judge_by_may_be_named_and_those_that_are_trained_on_are_told(
     assert (len(splits.train), len(splits.test)) == (18, 6)
     assert "2 of the tasks to judge by are trained on, too" in splits.note
     assert len(load_splits(TrainArguments(**told, eval_tasks=held, num_eval_tasks=3), tmp_path).test) == 3
+
+
+SCRIPT = {"steps": [], "final": "1"}
+
+
+def make_environment(size: str = "24") -> Environment:
+    rows = [
+        {**row, "template": str(number // 3), "solution": SCRIPT, "grounded": number % 2 == 0}
+        for number, row in enumerate(tasks(int(size)))
+    ]
+    splits = {"train": rows, "test": [{**row, "task_id": f"held-{row['task_id']}"} for row in rows[:5]]}
+    return Environment(name="Rows", servers={}, splits=splits, max_turns=17)
+
+
+def test_an_environment_brings_its_tasks_and_how_they_are_split(tmp_path: Path) -> None:
+    arguments = TrainArguments(environment=f"{__name__}:make_environment", options=(("size", "30"),))
+    splits = load_splits(arguments, tmp_path)
+    assert splits.validation is not None
+    assert len(splits.train) + len(splits.validation) == 30
+    assert not set(splits.train["template"]) & set(splits.validation["template"])
+    assert len(splits.test) == 5
+    # What a solution uses and nothing has shown would teach the policy to guess; to compare with, it is of use.
+    imitated = [row["solution"] is not None for row in splits.train.to_list()]
+    assert imitated == splits.train["grounded"]
+    assert all(row["solution"] for row in splits.test.to_list())
+
+
+def test_a_dry_run_in_an_environment_has_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{__name__}:make_environment"
+    assert main(["train", "--environment", name, "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "Train Qwen/Qwen3-0.6B on Rows" in said
+    assert "5 to judge by" in said
+    world = world_of(TrainArguments(environment=name))
+    settings: dict[str, Any] = {"max_turns": 10}
+    world.fit(settings)
+    assert settings["max_turns"] == 17
+    assert world.attempt_with.startswith(f"mcp-grpo bench {name} --split test --policy")
 
 
 # ---- The settings ----
