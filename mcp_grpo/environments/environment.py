@@ -36,7 +36,8 @@ class Environment:
         servers (`Mapping[str, Any]`):
             Servers, as [`MCPGRPOTrainer`] takes them.
         splits (`Mapping[str, Sequence[Mapping[str, Any]]]`):
-            Rows of tasks by split. All of them together are the split `"all"`. A row's `solution` is the ground truth.
+            Rows of tasks by split. All of them together are the split `"all"`. A row's `solution` is the ground truth,
+            and a row that is not `grounded` has one that a policy cannot come to, or should not.
         reward_funcs (`Sequence[Callable]`, *optional*):
             Reward functions; [`~mcp_grpo.rewards.task_outcome`] if not given.
         is_success (`Callable[[Trajectory], bool]`, *optional*):

@@ -27,6 +27,7 @@ from mcp.types import Tool, ToolAnnotations
 from mcp_grpo.environments.environment import Environment
 from mcp_grpo.environments.functions import function_server
 from mcp_grpo.environments.modules import ModuleSet, compiled_modules
+from mcp_grpo.environments.workbench_lookups import Lookups
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.tools.secrets import shown_error
 from mcp_grpo.types import Task
@@ -157,24 +158,35 @@ class WorkBench:
             templates = list(dict.fromkeys(table["base_template"]))
             for number, row in enumerate(table.to_dict(orient="records")):
                 actions = ast.literal_eval(row["answer"])
+                prompt = [opening, {"role": "user", "content": row["query"]}]
                 place = templates.index(row["base_template"])
                 domains = [_DOMAIN_NAMES.get(one, one) for one in ast.literal_eval(row["domains"])]
+                tools = [tool.name for tool in self._checks.get_toolkits(domains)]
+                steps, is_grounded = self._lookups.complete(
+                    prompt, list(map(_call, actions)), list(map(_called, tools))
+                )
                 rows.append(
                     {
                         "task_id": f"{domain}-{number}",
-                        "prompt": [opening, {"role": "user", "content": row["query"]}],
-                        "tools": None
-                        if with_all_tools
-                        else [tool.name for tool in self._checks.get_toolkits(domains)],
+                        "prompt": prompt,
+                        "tools": None if with_all_tools else tools,
                         "family": domain,
                         "template": row["base_template"],
                         "split": "test" if place % HELD_OUT == HELD_OUT - 1 else "train",
                         "actions": actions,
                         "expected_state": {SERVER: {"correct": True}},
-                        "solution": {"steps": [{"calls": [_call(one)]} for one in actions], "final": "Done."},
+                        "solution": {"steps": steps, "final": "Done."},
+                        "grounded": is_grounded,
                     }
                 )
         return rows
+
+    @cached_property
+    def _lookups(self) -> Lookups:
+        """Return the searches in their start state, which make the authors' solutions such that they can be imitated."""
+        tools = self.fresh().load(_TOOLKITS).tools_without_side_effects
+        now = vars(self._checks)[_NOW].to_pydatetime()
+        return Lookups({_called(tool.name): tool.func for tool in tools}, now, self.tools)
 
     @cached_property
     def _opening(self) -> str:
@@ -307,8 +319,16 @@ def _described(tool: Any, *, is_read: bool) -> Tool:
     )
 
 
+def _called(tool: str) -> str:
+    """Return the name by which a policy calls a tool."""
+    return tool.replace(".", "_")
+
+
 def _call(action: str) -> dict[str, Any]:
     """Read a written call, such as `calendar.delete_event.func(event_id="1")`, as one of a tool."""
     call: Any = ast.parse(action, mode="eval").body
-    tool = ast.unparse(call.func).removesuffix(".func").replace(".", "_")
-    return {"name": tool, "arguments": {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}}
+    tool = ast.unparse(call.func).removesuffix(".func")
+    return {
+        "name": _called(tool),
+        "arguments": {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords},
+    }
