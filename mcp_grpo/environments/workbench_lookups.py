@@ -256,8 +256,9 @@ class _Script:
             searched = {"assigned_to_email": address}
             if re.search(r"started|in the backlog", self._words):
                 searched["list_name"] = "Backlog"
-            elif found := re.search(r"in progress|in review", self._words):
-                searched["list_name"] = found[0].title()
+            elif found := re.search(r"in progress|in review|unfinished", self._words):
+                # The authors' unfinished tasks are those in progress.
+                searched["list_name"] = "In Review" if found[0] == "in review" else "In Progress"
             self._search((_TASKS, searched))
         return True
 
