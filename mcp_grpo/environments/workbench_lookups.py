@@ -76,6 +76,11 @@ class Lookups:
         """Return what a search finds."""
         return self._found(name, tuple(arguments.items()))
 
+    @cached_property
+    def people(self) -> frozenset[str]:
+        """Return the first names in the company's directory."""
+        return frozenset(address.partition(".")[0] for address in self.find(_ADDRESS, {"name": "@"}))
+
     def complete(
         self, prompt: Sequence[Message], calls: Sequence[Mapping[str, Any]], tools: Collection[str] | None
     ) -> tuple[list[dict[str, Any]], bool]:
@@ -338,10 +343,7 @@ class _Script:
         """Return the names in the request that the company's directory knows, in their order."""
         words = re.findall(r"(?<![\w.@])[A-Za-z]+(?![\w@]|\.\w)", self._words)
         return [
-            word
-            for word in dict.fromkeys(words)
-            if _ADDRESS in self._tools
-            and any(_is_of(address, word) for address in self._lookups.find(_ADDRESS, {"name": word}))
+            word for word in dict.fromkeys(words) if _ADDRESS in self._tools and word.lower() in self._lookups.people
         ]
 
     def _owners(self) -> list[str]:
