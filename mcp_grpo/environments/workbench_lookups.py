@@ -76,6 +76,11 @@ class Lookups:
         """Return what a search finds."""
         return self._found(name, tuple(arguments.items()))
 
+    @cached_property
+    def people(self) -> frozenset[str]:
+        """Return the first names in the company's directory."""
+        return frozenset(address.partition(".")[0] for address in self.find(_ADDRESS, {"name": "@"}))
+
     def complete(
         self, prompt: Sequence[Message], calls: Sequence[Mapping[str, Any]], tools: Collection[str] | None
     ) -> tuple[list[dict[str, Any]], bool]:
@@ -256,8 +261,9 @@ class _Script:
             searched = {"assigned_to_email": address}
             if re.search(r"started|in the backlog", self._words):
                 searched["list_name"] = "Backlog"
-            elif found := re.search(r"in progress|in review", self._words):
-                searched["list_name"] = found[0].title()
+            elif found := re.search(r"in progress|in review|unfinished", self._words):
+                # The authors' unfinished tasks are those in progress.
+                searched["list_name"] = "In Review" if found[0] == "in review" else "In Progress"
             self._search((_TASKS, searched))
         return True
 
@@ -337,10 +343,7 @@ class _Script:
         """Return the names in the request that the company's directory knows, in their order."""
         words = re.findall(r"(?<![\w.@])[A-Za-z]+(?![\w@]|\.\w)", self._words)
         return [
-            word
-            for word in dict.fromkeys(words)
-            if _ADDRESS in self._tools
-            and any(_is_of(address, word) for address in self._lookups.find(_ADDRESS, {"name": word}))
+            word for word in dict.fromkeys(words) if _ADDRESS in self._tools and word.lower() in self._lookups.people
         ]
 
     def _owners(self) -> list[str]:
