@@ -292,12 +292,25 @@ def scripted_message(seconds: float | None, tokens: int) -> dict[str, Any]:
     return message
 
 
+class AnyToken:
+    """Tokens that end a turn: whichever was sampled last."""
+
+    def __contains__(self, token: int) -> bool:
+        return True
+
+
+def end_anywhere(renderer: Any) -> None:
+    """Let a turn end with the token that was sampled last, as a random model does not sample the end of one."""
+    renderer.end_of_turn_ids = AnyToken()
+
+
 @contextmanager
 def turns_read_by(script: Script) -> Iterator[None]:
     """Let our renderer read turns as the script has it. Sampling must go through [`FixedTurns`]."""
     original = Renderer.parse
 
     def parse(self: Renderer, history_ids: Any, sampled_ids: Any, tools: Any) -> ParsedTurn:
+        end_anywhere(self)
         seconds = script.seconds(*_place.get())
         calls = () if seconds is None else (ToolCall(name=NAME, arguments={"seconds": seconds}),)
         return ParsedTurn(message=scripted_message(seconds, script.tokens), calls=calls)

@@ -15,7 +15,7 @@ The first step is left out of the figures where there are more: it warms up. `--
 
 The tokenizer is that in the folder, with Qwen3's chat template; without `--tokenizer`, the model's own if it is on this
 machine, else one of bytes, with which everything has about four times as many tokens. On a CPU (`--device cpu`) the model
-is tiny. Nothing is downloaded.
+is tiny. It exits with 1 if no trajectory made a call. Nothing is downloaded.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fixed_turns import SHAPES, device_name, family_tokenizer, markdown, save_random_model, say
+from fixed_turns import SHAPES, device_name, end_anywhere, family_tokenizer, markdown, save_random_model, say
 
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
@@ -155,6 +155,7 @@ class ScriptedTurns:
 
 def read_turn(self: Renderer, history_ids: Any, sampled_ids: Any, tools: Any) -> ParsedTurn:
     """In place of [`Renderer.parse`]: the turn of the script."""
+    end_anywhere(self)
     message = _turn.get()
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = tuple(ToolCall(name=each["name"], arguments=each["arguments"]) for each in functions)
@@ -430,6 +431,10 @@ def main() -> None:
         ):
             grpo_qwen3.main(arguments)
         show(figures)
+        if not figures.summary()["calls"]:
+            sys.exit(
+                "No trajectory made a call: turns were not read as those of the solutions, and the figures are of no use."
+            )
 
 
 if __name__ == "__main__":

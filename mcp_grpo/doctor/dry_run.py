@@ -62,12 +62,13 @@ def run_dry(
 
 
 def _harmless_task(tasks: Sequence[Task], engine: RolloutEngine) -> Task:
-    """Return the first task, with read-only tools alone and without anything that is set up."""
+    """Return the first task, with read-only tools alone and nothing set up; other columns stay, as a server may be made by them."""
     first = (
         tasks[0] if tasks else Task(task_id="none", prompt=({"role": "user", "content": "Which tools are there?"},))
     )
     names = tuple(tool.name for tool in engine.catalog.tools if tool.is_read_only)
-    return replace(first, servers=None, tools=names, user_turns=(), metadata={})
+    columns = {name: value for name, value in first.metadata.items() if name != "setup"}
+    return replace(first, servers=None, tools=names, user_turns=(), metadata=columns)
 
 
 def _is_runnable(parts: ModelParts, machine: Machine) -> bool:

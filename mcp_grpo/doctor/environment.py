@@ -31,9 +31,17 @@ OPTIONAL = {
 
 def examine_environment(findings: Findings, machine: Machine, folder: Path) -> None:
     """Look at versions, the GPU, memory, and the disk that a run writes to."""
-    requires = metadata.requires(PACKAGE) or []
-    examine_python(findings, str(metadata.metadata(PACKAGE)["Requires-Python"] or ""), platform.python_version())
-    examine_versions(findings, requires)
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        findings.warn(
+            "versions",
+            f"{PACKAGE} is not installed, so that the versions it needs are not known.",
+            "`pip install -e .` in the checkout.",
+        )
+    else:
+        examine_python(findings, str(package.metadata["Requires-Python"] or ""), platform.python_version())
+        examine_versions(findings, package.requires or [])
     if machine.gpu is None:
         findings.warn(
             "gpu", "There is none: training goes on the CPU, which is for tiny models.", "Train where a GPU is."

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.policies import save_tiny_model, tiny_model
+from mcp.types import Tool, ToolAnnotations
+from trl import ModelConfig
 
 from mcp_grpo.cli import main
 from mcp_grpo.doctor import Finding, Subject, examine
 from mcp_grpo.doctor.command import subject_of
 from mcp_grpo.doctor.machine import Machine
+from mcp_grpo.environments import function_server
+from mcp_grpo.types import Task
 
 
 SERVERS = Path(__file__).parents[1] / "servers"
@@ -163,6 +168,23 @@ def test_a_model_that_is_here_makes_a_dry_trajectory_which_changes_nothing(
     assert "(most for `" in found["prompts"].found
     assert "in a context of 4096" in found["prompts"].found
     assert not (tmp_path / "changed").exists()
+
+
+def test_a_dry_trajectory_has_the_server_that_is_made_for_its_task(model: str) -> None:
+    tools = [Tool(name="look", input_schema={"type": "object"}, annotations=ToolAnnotations(read_only_hint=True))]
+
+    def make(task: Task | None) -> Any:
+        assert task is None or task.metadata["shelf"] == "upper"
+        return function_server("shelf", tools, lambda name, arguments: "4")
+
+    row = {"task_id": "a", "prompt": "How much?", "answer": 4, "shelf": "upper"}
+    subject = Subject(
+        servers=lambda: {"shelf": make},
+        tasks=lambda: Dataset.from_list([row]),
+        model=ModelConfig(model_name_or_path=model),
+    )
+    found = {one.name: one for one in examine(subject, NOTHING).findings}
+    assert found["dry trajectory"].status == "ok", found["dry trajectory"].found
 
 
 def test_weights_that_are_not_here_are_told_and_a_script_takes_their_place(write: Any) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
+from transformers import Qwen3Config
 from trl import ModelConfig
 
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor.environment import (
     examine_disk,
+    examine_environment,
     examine_memory,
     examine_optional,
     examine_python,
@@ -49,6 +51,15 @@ def test_an_optional_package_of_a_wrong_version_is_told_and_a_missing_one_explai
     found = {one.name: one for one in findings.report().findings}
     assert found.keys() == {"vllm", "bitsandbytes", "deepspeed", "llguidance"}
     assert all(one.status == "ok" for one in found.values())
+
+
+def test_a_checkout_that_is_not_installed_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcp_grpo.doctor.environment.PACKAGE", "no-such-package")
+    findings = Findings()
+    examine_environment(findings, Machine(), tmp_path)
+    (found,) = [one for one in findings.report().findings if one.name == "versions"]
+    assert found.status == "warning"
+    assert "`pip install -e .`" in (found.remedy or "")
 
 
 def test_an_old_python_is_told() -> None:
@@ -123,6 +134,37 @@ def test_the_estimate_counts_weights_of_the_run(tmp_path: Path) -> None:
     assert adapter.weights == whole.weights
     assert estimate(use_peft=True, load_in_4bit=True).weights < adapter.weights
     assert whole.activations > 0
+
+
+# What a pass of so many tokens took on an H200, by `benchmarks/shared_prefix.py`: Qwen3-0.6B with LoRA (r = 16) in bf16.
+@pytest.mark.parametrize(
+    ("tokens", "checkpointing", "measured"),
+    [(27_617, True, 6.5), (12_828, True, 3.4), (19_666, True, 4.4), (12_828, False, 27.3), (19_666, False, 42.2)],
+)
+def test_the_estimate_is_near_what_a_card_took(
+    tokens: int, checkpointing: bool, measured: float, tmp_path: Path
+) -> None:
+    shape = Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+    settings = MCPGRPOConfig(
+        str(tmp_path),
+        report_to="none",
+        use_cpu=True,
+        max_completion_length=tokens,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        gradient_checkpointing=checkpointing,
+    )
+    adapter = ModelConfig(dtype="bfloat16", use_peft=True, lora_r=16, lora_target_modules=["all-linear"])
+    assert estimate_memory(shape, settings, adapter).needed(139.8) == pytest.approx(measured, rel=0.2)
 
 
 def test_without_a_gpu_there_is_nothing_to_compare_with() -> None:
