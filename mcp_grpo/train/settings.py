@@ -18,6 +18,7 @@ from mcp_grpo.train.arguments import MODEL
 
 LARGE_GPU = 20.0  # GiB: what a GPU of 24 GB has, with some room
 MEDIUM_GPU = 10.0
+MOST_OF_A_WIDE_MODEL = 8  # trajectories in a pass
 CACHE_OF_A_TRAJECTORY = 0.7  # GiB of keys and values: 6,200 tokens of Qwen3-0.6B in bf16
 
 _ADAPTER = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
@@ -27,8 +28,8 @@ _LEARNING = {
     "warmup_steps": 10,
     "max_steps": 200,
     "num_generations": 8,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 8,
+    "per_device_train_batch_size": 16,  # two groups: a pass has a cost of its own, however few tokens it has
+    "gradient_accumulation_steps": 4,
     "scale_rewards": "none",
     "epsilon": 0.2,
     "epsilon_high": 0.28,
@@ -81,6 +82,7 @@ IN_4_BITS: dict[str, Any] = {
     "use_bnb_nested_quant": True,  # vLLM quantises like that, and the two must have the same weights
     "optim": "paged_adamw_8bit",
     "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
     "vllm_max_model_length": 6656,
     "per_device_eval_batch_size": 8,
 }
@@ -112,8 +114,8 @@ class Choice:
         self.reasons.append(reason)
 
 
-def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
-    """Choose settings for a machine that go with those that are given, which come first."""
+def choose(machine: Machine, given: Mapping[str, Any], *, is_wide: bool = False) -> Choice:
+    """Choose settings for a machine that go with those that are given, which come first; a model `is_wide` above a billion weights."""
     has_gpu = machine.gpu is not None and not given.get("use_cpu", False)
     uses_vllm = given.get("use_vllm", has_gpu and machine.has_bf16 and "vllm" in machine.packages)
     is_small = has_gpu and machine.memory < LARGE_GPU
@@ -121,7 +123,7 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     config = "qwen3_0.6b_qlora" if in_4_bits else "qwen3_0.6b_lora_vllm"
     choice = Choice(config=config, settings=dict(CONFIGS[config]))
     if has_gpu:
-        _fit_to_gpu(choice, machine, in_4_bits)
+        _fit_to_gpu(choice, machine, in_4_bits, MOST_OF_A_WIDE_MODEL if is_wide else math.inf)
     else:
         _fit_to_cpu(choice, "`use_cpu` is set" if machine.gpu else "there is no GPU")
     if uses_vllm:
@@ -134,32 +136,39 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
 
 
 def fit_to_tasks(choice: Choice, num_tasks: int, num_processes: int, given: Mapping[str, Any]) -> None:
-    """Lower the passes per step so that it is no larger than there are tasks, unless they were given."""
+    """Lower the passes per step, and their size, so that it is no larger than there are tasks, unless they were given."""
     settings = {**choice.settings, **given}
-    passes = settings["gradient_accumulation_steps"]
-    per_pass = settings["per_device_train_batch_size"] * num_processes
-    most = max(num_tasks * settings["num_generations"] // per_pass, 1)
-    if passes > most and "gradient_accumulation_steps" not in given:
-        choice.change(
-            f"step      {most * per_pass} trajectories instead of {passes * per_pass}: there are only {num_tasks} tasks",
-            gradient_accumulation_steps=most,
-        )
+    passes, group, rows = (
+        settings[name] for name in ("gradient_accumulation_steps", "num_generations", "per_device_train_batch_size")
+    )
+    available, whole = num_tasks * group, passes * rows * num_processes
+    if whole <= available or "gradient_accumulation_steps" in given:
+        return
+    if available % (rows * num_processes) and "per_device_train_batch_size" not in given:
+        rows = min(rows, group)
+    per_pass = rows * num_processes
+    most = max(available // per_pass, 1)
+    choice.change(
+        f"step      {most * per_pass} trajectories instead of {whole}: there are only {num_tasks} tasks",
+        gradient_accumulation_steps=most,
+        per_device_train_batch_size=rows,
+    )
 
 
-def _fit_to_gpu(choice: Choice, machine: Machine, in_4_bits: bool) -> None:
+def _fit_to_gpu(choice: Choice, machine: Machine, in_4_bits: bool, most: float) -> None:
     where = f"on {machine.gpu} with {machine.memory:.0f} GiB"
     settings = choice.settings
-    if machine.memory >= LARGE_GPU:
-        choice.reasons.append(f"compute   {where}, {settings['per_device_train_batch_size']} trajectories in a pass")
-    else:
+    per_pass = settings["per_device_train_batch_size"]
+    if machine.memory < LARGE_GPU:
         per_pass = 4 if machine.memory >= MEDIUM_GPU else 2
-        whole = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
-        choice.change(
-            f"compute   {where}{', weights in 4 bits' if in_4_bits else ''}, {per_pass} trajectories in a pass",
-            per_device_train_batch_size=per_pass,
-            gradient_accumulation_steps=whole // per_pass,
-            per_device_eval_batch_size=2 * per_pass,
-        )
+        settings["per_device_eval_batch_size"] = 2 * per_pass
+    per_pass = int(min(per_pass, most))
+    whole = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+    choice.change(
+        f"compute   {where}{', weights in 4 bits' if in_4_bits else ''}, {per_pass} trajectories in a pass",
+        per_device_train_batch_size=per_pass,
+        gradient_accumulation_steps=whole // per_pass,
+    )
     if not machine.has_bf16:
         choice.change("precision float32: this GPU does not compute in bf16", dtype="float32", bf16=False)
 
@@ -292,9 +301,9 @@ def settings_for(
     Returns:
         [`Choice`]: The settings, with reasons.
     """
-    choice = choose(machine, {"use_cpu": True} if use_cpu else {})
-    settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
     parameters = size.parameters or MEDIUM
+    choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=parameters > MEDIUM)
+    settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
     settings |= next(found for most, found in BY_SIZE if parameters <= most)
     if size.is_tiny:
         settings |= {"num_generations": 8, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}

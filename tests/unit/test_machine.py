@@ -25,7 +25,7 @@ def machine(**changes: Any) -> Machine:
 @pytest.mark.parametrize(
     ("here", "config", "wanted", "reason"),
     [
-        (LARGE, "qwen3_0.6b_lora_vllm", {"use_vllm": True, "per_device_train_batch_size": 8}, "by vLLM"),
+        (LARGE, "qwen3_0.6b_lora_vllm", {"use_vllm": True, "per_device_train_batch_size": 16}, "by vLLM"),
         (machine(memory=15.0), "qwen3_0.6b_qlora", {"load_in_4bit": True, "per_device_train_batch_size": 4}, "4 bits"),
         (
             machine(memory=8.0, packages=frozenset({"vllm"})),
@@ -75,12 +75,17 @@ def test_a_step_is_no_larger_than_there_are_tasks() -> None:
     few = choose(LARGE, {})
     fit_to_tasks(few, 3, 1, {})
     assert few.settings["gradient_accumulation_steps"] == 3
+    assert few.settings["per_device_train_batch_size"] == 8
+    even = choose(LARGE, {})
+    fit_to_tasks(even, 6, 1, {})
+    assert even.settings["gradient_accumulation_steps"] == 3
+    assert even.settings["per_device_train_batch_size"] == 16
     many = choose(LARGE, {})
     fit_to_tasks(many, 300, 1, {})
-    assert many.settings["gradient_accumulation_steps"] == 8
+    assert many.settings["gradient_accumulation_steps"] == 4
     given = choose(LARGE, {})
     fit_to_tasks(given, 3, 1, {"gradient_accumulation_steps": 8})
-    assert given.settings["gradient_accumulation_steps"] == 8
+    assert given.settings["gradient_accumulation_steps"] == 4  # as it was: what is given comes first
 
 
 def test_flags_come_before_what_is_chosen_and_a_configuration_before_any_choice(

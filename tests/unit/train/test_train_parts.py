@@ -282,6 +282,17 @@ def test_settings_form_whole_groups_on_any_machine(
     MCPGRPOConfig(**given)  # which refuses what does not go together
 
 
+@pytest.mark.parametrize(
+    ("memory", "size", "per_pass"), [(139.0, "0.6B", 16), (139.0, "1.7B", 8), (15.0, "1.7B", 4), (8.0, "135M", 2)]
+)
+def test_a_pass_is_as_large_as_card_and_model_allow(memory: float, size: str, per_pass: int) -> None:
+    card = Machine(gpu="Card", memory=memory, has_bf16=True, packages=frozenset({"vllm"}))
+    choice = settings_for(card, SIZES[size])
+    assert choice.settings["per_device_train_batch_size"] == per_pass
+    assert choice.settings["gradient_accumulation_steps"] == 64 // per_pass
+    assert any(f"{per_pass} trajectories in a pass" in reason for reason in choice.reasons)
+
+
 def test_settings_go_by_size_context_and_what_is_given() -> None:
     rates = [settings_for(LARGE, size).settings["learning_rate"] for size in SIZES.values()]
     assert rates == [2e-3, 5e-4, 1e-4, 2e-5, 1e-4]
