@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcp_grpo.train.ledger import Ledger
-from mcp_grpo.train.settings import MAX_WARM_UP_STEPS, MIN_WARM_UP_STEPS, WARM_UP_BATCH, ModelSize
+from mcp_grpo.train.settings import WARM_UP_BATCH, ModelSize, warm_up_steps
 
 
 STAGES = ("doctor", "tasks", "calls", "before", "training", "after", "report")
@@ -85,7 +85,7 @@ def make_plan(
     judged = ATTEMPTS * num_test
     num_evaluations = settings["max_steps"] // settings["eval_steps"] if num_validation else 0
     chosen = num_evaluations * num_validation * settings["num_generations_eval"]
-    warm = max(MIN_WARM_UP_STEPS, min(3 * (num_train or 0) // WARM_UP_BATCH, MAX_WARM_UP_STEPS)) * WARM_UP_BATCH
+    warm = warm_up_steps(size, num_train or 0) * WARM_UP_BATCH
     training = settings["max_steps"] * step
 
     def cost(num_sampled: float, num_learnt: float = 0.0, other: float = 0.0) -> float | None:

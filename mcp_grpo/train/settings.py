@@ -357,6 +357,17 @@ def _fit_to_context(settings: dict[str, Any], context: int) -> None:
         settings["vllm_max_model_length"] = min(settings["vllm_max_model_length"], context)
 
 
+def warm_up_steps(size: ModelSize, num_solutions: int) -> int:
+    """
+    Return the steps of a warm start: three passes over the solutions, or one for models of more than 300 million weights.
+
+    Those learn the form of calls within one, and what they go on imitating takes from them what reinforcement learning compares: with 24 steps
+    a model of half a billion weights went from 12 to 44 % and from 17 to 49 %, with 50 it stayed at what it had.
+    """
+    passes = 1 if (size.parameters or MEDIUM) > SMALL else 3
+    return min(max(passes * num_solutions // WARM_UP_BATCH, MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS)
+
+
 def warm_up_settings(size: ModelSize, num_solutions: int, *, is_cpu: bool) -> dict[str, Any]:
     """
     Choose the settings of a warm start: as in the recipes, all weights of a small model, an adapter on a larger one.
@@ -386,7 +397,7 @@ def warm_up_settings(size: ModelSize, num_solutions: int, *, is_cpu: bool) -> di
         else 1e-4,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
-        "max_steps": min(max(3 * num_solutions // WARM_UP_BATCH, MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS),
+        "max_steps": warm_up_steps(size, num_solutions),
         "per_device_train_batch_size": per_pass,
         "gradient_accumulation_steps": WARM_UP_BATCH // per_pass,
         "max_length": min(size.context or WARM_UP_LENGTH, WARM_UP_LENGTH),

@@ -14,7 +14,7 @@ from mcp_grpo.errors import SettingsError
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import Ledger
 from mcp_grpo.train.plan import STAGES, duration, make_plan
-from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
+from mcp_grpo.train.settings import ModelSize, fit_step, settings_for, warm_up_steps
 from mcp_grpo.train.splits import load_splits
 from mcp_grpo.train.world import world_of
 
@@ -291,6 +291,12 @@ def test_a_pass_is_as_large_as_card_and_model_allow(memory: float, size: str, pe
     assert choice.settings["per_device_train_batch_size"] == per_pass
     assert choice.settings["gradient_accumulation_steps"] == 64 // per_pass
     assert any(f"{per_pass} trajectories in a pass" in reason for reason in choice.reasons)
+
+
+def test_a_warm_start_of_a_larger_model_is_short() -> None:
+    assert [warm_up_steps(SIZES[size], 400) for size in ("135M", "0.6B", "1.7B")] == [150, 50, 50]
+    assert warm_up_steps(SIZES["0.6B"], 8) == 24
+    assert warm_up_steps(SIZES["tiny"], 4000) == 200
 
 
 def test_settings_go_by_size_context_and_what_is_given() -> None:
