@@ -1,12 +1,13 @@
 """Many trajectories at once, each its own coroutine, driven from synchronous code."""
 
+import gc
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -250,7 +251,7 @@ class RolloutEngine:
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
 
-        with progress.rolling_out(len(tasks)):
+        with progress.rolling_out(len(tasks)), _watching_only_new_objects():
             self.ask(generator, attempt_all)
         return [trajectory for trajectory in trajectories if trajectory is not None]
 
@@ -289,6 +290,19 @@ def room_problem(length: int, limits: Limits) -> tuple[str, bool]:
         f"`max_completion_length` of {limits.max_completion_length}. {advice}, or lower `max_completion_length`.",
         False,
     )
+
+
+@contextmanager
+def _watching_only_new_objects() -> Iterator[None]:
+    """Look for garbage only among what is made meanwhile: to look through all of torch and a model takes a second each time."""
+    if gc.get_freeze_count():  # somebody else does so, with what they know
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _cancel(futures: set[Future[Any]]) -> None:

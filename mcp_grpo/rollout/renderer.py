@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mcp_grpo.errors import SettingsError, TemplateError
 from mcp_grpo.masking.formats.cursor import num_shared
 from mcp_grpo.masking.vocabulary import Vocabulary
+from mcp_grpo.rollout.recent import Recent
 from mcp_grpo.rollout.well_formed import well_formed
 from mcp_grpo.trl_compat import (
     add_response_schema,
@@ -23,6 +24,9 @@ from mcp_grpo.trl_compat import (
 )
 from mcp_grpo.types import Message, ToolCall
 
+
+NUM_PROMPTS, NUM_SUFFIXES = 256, 1024  # that are kept as tokens
+_PLAIN = {"role", "name", "content"}  # all that most messages have
 
 # More than any tokenizer puts into one token of ordinary text.
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -72,6 +76,9 @@ class Renderer:
         # Rendered once, since they depend on the tools' names alone.
         self._turns: dict[tuple[str | None, int], tuple[list[Message], str, str]] = {}
         self._framed: dict[tuple[tuple[str | None, ...], bool], list[str]] = {}
+        # The attempts at a task begin alike, and often ask and are told the same.
+        self._prompts: Recent[tuple[int, ...]] = Recent(NUM_PROMPTS)
+        self._suffixes: Recent[tuple[int, ...]] = Recent(NUM_SUFFIXES)
         if not supports_tool_calling(tokenizer):
             raise TemplateError(
                 "The tokenizer's chat template cannot render tool calls and tool results. Use a model with a "
@@ -97,8 +104,16 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of an opening prompt, up to where the policy's first turn begins."""
-        text = self._render(messages, tools=tools, add_generation_prompt=True)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        def encode() -> tuple[int, ...]:
+            text = self._render(messages, tools=tools, add_generation_prompt=True)
+            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        try:
+            key = json.dumps([list(messages), list(tools)])
+        except TypeError:  # something that is not JSON
+            return encode()
+        return self._prompts.get(key, encode)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise [`TemplateError`] for a tool whose name, description or schema holds a control token."""
@@ -136,6 +151,12 @@ class Renderer:
         that meet inside the literal. It still decodes to the same text, and other text is tokenised exactly as the template's
         own rendering of it.
         """
+        if any(message.keys() - _PLAIN for message in messages):
+            return self._suffix(messages, is_cut=is_cut)
+        key = (*((message["role"], message.get("name"), message["content"]) for message in messages), is_cut)
+        return self._suffixes.get(key, lambda: self._suffix(messages, is_cut=is_cut))
+
+    def _suffix(self, messages: Sequence[Message], *, is_cut: bool) -> tuple[int, ...]:
         # A lone surrogate, which JSON can carry but no text can, would stop the tokenizer.
         messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
         frames = self._frames(messages, is_cut=is_cut)

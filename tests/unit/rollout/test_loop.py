@@ -1,8 +1,9 @@
 """One trajectory: what it records, how it ends, and who is to blame."""
 
+import gc
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -411,6 +412,15 @@ def test_each_trajectory_is_finished_as_it_ends_with_the_tools_it_was_offered() 
     assert [t.error for t in done] == ["echo", "add"] * 3
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Garbage is looked for as in any program; tests have what they imported left out."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 def test_what_goes_wrong_in_finishing_a_trajectory_comes_out_as_it_is() -> None:
     def finish(trajectory: Trajectory, tools: Sequence[Any]) -> Trajectory:
         raise LookupError(trajectory.task.task_id)
@@ -419,6 +429,28 @@ def test_what_goes_wrong_in_finishing_a_trajectory_comes_out_as_it_is() -> None:
     try:
         with pytest.raises(LookupError, match="sum"):
             engine.roll_out([TASK] * 3, renderer=RENDERER, generator=_Wandering(), limits=LIMITS, finish=finish)
+    finally:
+        engine.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_garbage_is_looked_for_among_new_objects_only_while_trajectories_are_under_way() -> None:
+    counts: list[int] = []
+
+    def finish(trajectory: Trajectory, tools: Sequence[Any]) -> Trajectory:
+        counts.append(gc.get_freeze_count())
+        return trajectory
+
+    engine = RolloutEngine({"desk": desk()})
+    settings: dict[str, Any] = {"renderer": RENDERER, "generator": _Wandering(), "limits": LIMITS, "finish": finish}
+    try:
+        engine.roll_out([TASK], **settings)
+        assert counts[0] > 10_000
+        assert gc.get_freeze_count() == 0
+        gc.freeze()  # as somebody else may have done, for reasons of their own
+        engine.roll_out([TASK], **settings)
+        assert gc.get_freeze_count() > 10_000
     finally:
         engine.close()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mcp_grpo.errors import TemplateError
 from mcp_grpo.rollout import Renderer
+from mcp_grpo.rollout.recent import Recent
 from mcp_grpo.trl_compat import add_response_schema
 
 
@@ -310,3 +311,48 @@ def test_a_saved_training_template_is_understood_when_it_is_loaded_again(tmp_pat
     again = Renderer(loaded, end_of_turn_ids=renderer.end_of_turn_ids)
     assert again.prompt_ids(OPENING, TOOLS) == renderer.prompt_ids(OPENING, TOOLS)
     assert again.suffix_ids([result("Oslo")]) == renderer.suffix_ids([result("Oslo")])
+
+
+# ---- Tokens that are kept ----
+
+
+def test_what_is_rendered_twice_is_encoded_once_and_nothing_is_mistaken_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, renders = make("qwen3"), []
+    render = kept._render
+    monkeypatch.setattr(kept, "_render", lambda *args, **kwargs: renders.append(1) or render(*args, **kwargs))
+    other = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": "Another."}}]
+    prompts = [(OPENING, TOOLS), (OPENING, other), (OPENING, []), ([{**OPENING[0], "content": "Why?"}], TOOLS)]
+    suffixes: list[tuple[list[dict[str, str]], bool]] = [
+        ([result("Oslo")], False),
+        ([result("Oslo")], True),
+        ([{**result("Oslo"), "name": "other"}], False),
+        ([result("Oslo"), result("Rome")], False),
+        ([{"role": "user", "content": "Oslo"}], False),
+    ]
+    for _ in range(2):
+        assert [kept.prompt_ids(*prompt) for prompt in prompts] == [make("qwen3").prompt_ids(*one) for one in prompts]
+        found = [kept.suffix_ids(messages, is_cut=is_cut) for messages, is_cut in suffixes]
+        assert found == [make("qwen3").suffix_ids(messages, is_cut=is_cut) for messages, is_cut in suffixes]
+        first, renders[:] = len(renders), []
+    assert first == 0  # of the second time
+
+
+def test_messages_that_have_more_than_text_are_rendered_each_time() -> None:
+    renderer = make("qwen3")
+    named = [{**result("Oslo"), "tool_call_id": "1"}]
+    assert renderer.suffix_ids(named) == renderer.suffix_ids([result("Oslo")])
+    odd: Any = [{"role": "user", "content": "Why?", "extra": {1, 2}}]  # is not JSON
+    assert renderer.prompt_ids(odd, []) == renderer.prompt_ids([{"role": "user", "content": "Why?"}], [])
+
+
+def test_only_the_last_values_are_kept() -> None:
+    recent: Recent[int] = Recent(2)
+    made: list[str] = []
+
+    def get(key: str) -> int:
+        return recent.get(key, lambda: made.append(key) or len(made))
+
+    assert [get(key) for key in ("a", "b", "a", "c", "a", "b")] == [1, 2, 1, 3, 1, 4]
+    assert made == ["a", "b", "c", "b"]
