@@ -227,7 +227,7 @@ class Renderer:
                 break
             calls.append(ToolCall(name=function["name"], arguments=function["arguments"]))
         if not message.get("tool_calls"):
-            malformed = self._why_malformed(sampled, history, offered)
+            malformed = self._why_malformed(sampled, history, offered) or _why_bare(message.get("content"), tools)
         # The calls stay as they were written: those that cannot be sent are refused, and the policy is told.
         return ParsedTurn(message=well_formed(message), calls=() if malformed else tuple(calls), malformed=malformed)
 
@@ -377,6 +377,20 @@ class Renderer:
                 "The chat template renders a second tool result differently from the first, so turns cannot be "
                 "appended token by token. Use the model's stock template, for which a training version is known."
             )
+
+
+def _why_bare(text: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Tell a message that is a call, but for what the format puts around one, from an answer."""
+    written = text.strip() if isinstance(text, str) else ""
+    if not (written.startswith("{") and written.endswith("}")):
+        return None
+    try:
+        call = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    names = [tool["function"]["name"] for tool in tools]
+    is_call = isinstance(call.get("arguments"), Mapping) and call.get("name") in names
+    return "it stands there as bare JSON" if is_call else None
 
 
 def _with_middle_cut(text: str, num_kept: int, marker: str) -> str:

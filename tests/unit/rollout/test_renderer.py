@@ -313,6 +313,28 @@ def test_a_saved_training_template_is_understood_when_it_is_loaded_again(tmp_pat
     assert again.suffix_ids([result("Oslo")]) == renderer.suffix_ids([result("Oslo")])
 
 
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ('{"name": "get_city", "arguments": {"name": "Ann"}}', True),
+        ('\n {"name": "get_city", "arguments": {}}\n', True),
+        ('{"name": "other", "arguments": {}}', False),
+        ('{"name": "get_city"}', False),
+        ('{"name": ["get_city"], "arguments": {}}', False),
+        ('{"city": "Oslo"}', False),
+        ("{" * 100_000 + "}", False),
+        ('I would write {"name": "get_city", "arguments": {}}', False),
+    ],
+)
+def test_a_call_without_its_frame_is_no_answer(text: str, is_call: bool) -> None:
+    renderer = make("qwen3")
+    prompt = renderer.prompt_ids(OPENING, TOOLS)
+    sampled = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    parsed = renderer.parse(prompt, [*sampled, renderer.end_of_turn_ids[0]], TOOLS)
+    assert parsed.malformed == ("it stands there as bare JSON" if is_call else None)
+    assert not parsed.calls
+
+
 # ---- Tokens that are kept ----
 
 
