@@ -42,6 +42,14 @@ def change(before: Judged, after: Judged) -> Interval | None:
     return mean_difference(before.rewards, after.rewards)
 
 
+def success_change(before: Judged, after: Judged) -> Interval | None:
+    """Estimate how much success has changed on the tasks that both evaluations have; `None` where it is not known."""
+    first, last = (
+        {task: [float(one) for one in found] for task, found in each.solved.items()} for each in (before, after)
+    )
+    return mean_difference(first, last) if first and last else None
+
+
 def best_of(evaluations: Sequence[Judged]) -> Judged:
     """Find the evaluation with the highest mean reward, the earliest of several."""
     return max(evaluations, key=lambda each: each.reward.mean)

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from mcp_grpo.evaluation import Interval, Judged, best_of, change
+from mcp_grpo.evaluation.comparison import success_change
 from mcp_grpo.monitor import HealthNote
 
 
@@ -98,13 +99,8 @@ def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
     words = f"from before training to step {kept.step}, the reward changed by {_signed(gain)}"
     if gain.low == gain.high == 0:
         sentence = f"Nothing was learnt: at step {kept.step}, the reward of every task is what it was before training."
-    elif gain.low > 0 and _gave_tools_up(before, kept):
-        sentence = (
-            f"It learnt to leave its tools alone, not to use them: {words}, as calls that cannot be made cost it no more. "
-            "Warm it up on solutions first (`recipes/sft_warmup.py`), or pay for calls that can be made."
-        )
     elif gain.low > 0:
-        sentence = f"It learnt: {words}."
+        sentence = _risen(before, kept, words)
     elif gain.high < 0:
         sentence = f"It got worse: {words}. The policy as it was before training is the better one."
     else:
@@ -118,6 +114,24 @@ def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
     if fall is not None and fall.high < 0:
         sentence += f" It fell after step {best_of(trained).step}: by {_signed(fall)} until step {last.step}."
     return sentence
+
+
+def _risen(before: Judged, kept: Judged, words: str) -> str:
+    """Say what a policy learnt whose reward has risen: that need not be what its tasks ask."""
+    success = success_change(before, kept)
+    if _gave_tools_up(before, kept):
+        return (
+            f"It learnt to leave its tools alone, not to use them: {words}, as calls that cannot be made cost it no more. "
+            "Warm it up on solutions first (`recipes/sft_warmup.py`), or pay for calls that can be made."
+        )
+    if success is None or success.low > 0:
+        return f"It learnt: {words}."
+    if success.high <= 0:
+        return (
+            f"It learnt to earn more without doing more tasks: {words}, and success by {_signed(success)}. Look at what it does "
+            "(`mcp-grpo dashboard`), and pay for what the tasks ask."
+        )
+    return f"It learnt to earn more: {words}. That it does more tasks is not shown: success changed by {_signed(success)}."
 
 
 def training_sentence(log_history: Sequence[dict[str, Any]]) -> str:

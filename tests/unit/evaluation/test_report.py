@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,28 @@ def test_a_policy_that_gave_its_tools_up_has_not_learnt_to_use_them() -> None:
     sentence = learning_sentence([before, after], 50)
     assert sentence.startswith("It learnt to leave its tools alone, not to use them: from before training to step 50")
     assert "sft_warmup.py" in sentence
+
+
+@pytest.mark.parametrize(
+    ("solved", "words"),
+    [
+        ((0.2, 0.6), "It learnt: from before"),
+        ((0.2, 0.22), "It learnt to earn more: from before training to step 50"),
+        ((0.6, 0.2), "It learnt to earn more without doing more tasks: from before training to step 50"),
+    ],
+)
+def test_a_reward_that_rises_without_success_is_not_called_learning(solved: tuple[float, float], words: str) -> None:
+    steps = ((0, 0.2, solved[0]), (50, 0.6, solved[1]))
+    evaluations = [
+        replace(
+            judged(step, reward),
+            solved={
+                task: [bool(one) for one in found] for task, found in judged(step, success, seed=7).rewards.items()
+            },
+        )
+        for step, reward, success in steps
+    ]
+    assert learning_sentence(evaluations, 50).startswith(words)
 
 
 def test_a_policy_that_is_what_it_was_has_learnt_nothing() -> None:
