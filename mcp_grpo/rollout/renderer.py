@@ -138,7 +138,8 @@ class Renderer:
             raise TemplateError(
                 f"The chat template asks for a turn with {before[-80:]!r}, but writes one as {text[-200:]!r}, which does not "
                 f"begin like that or has no end of turn ({self._turn_ends}). Set `chat_template_kwargs` to what the policy is "
-                'to be sampled with, such as `{"enable_thinking": false}`.'
+                'to be sampled with, such as `{"enable_thinking": false}`; where another token ends a turn, set the tokenizer\'s '
+                "`eos_token` to it."
             )
         return tuple(self.tokenizer(text[len(before) : position + len(end)], add_special_tokens=False)["input_ids"])
 
