@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parent.parent / "recipes"))
 import torch
 from datasets import Dataset
 from quickstart import ADAPTER, SERVERS, make_config
+from transformers import PrinterCallback
 
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.evaluation import Judged
@@ -72,6 +73,7 @@ def train(reward: str, seed: int, steps: int, folder: Path) -> list[Judged]:
         peft_config=ADAPTER,
         is_success=is_done,
     ) as trainer:
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         return trainer.evaluations
 

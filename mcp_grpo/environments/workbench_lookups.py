@@ -105,7 +105,7 @@ class Lookups:
         return [*script.steps, *({"calls": [call]} for call in calls)], is_grounded
 
     def _is_told(self, value: str) -> bool:
-        """Whether a value is in the tools' descriptions."""
+        """Tell whether a value is in the tools' descriptions."""
         call = {"name": "", "arguments": {"value": value}}
         return not unseen_values((), [call_message({"calls": [call]})], self._told)
 
@@ -147,7 +147,7 @@ class _Script:
         return [value for value in self._unseen() if not self._can_be_worked_out(value)]
 
     def is_contradicted(self) -> bool:
-        """Whether the calls delete what is not to be deleted, or go the wrong way at a threshold."""
+        """Tell whether the calls delete what is not to be deleted, or go the wrong way at a threshold."""
         if any("_delete_" in call["name"] for call in self._calls) and not _DELETE.search(self._words):
             return True
         condition, (_, *otherwise) = _THRESHOLD.search(self._words), _OTHERWISE.split(self._said)
@@ -172,7 +172,7 @@ class _Script:
         return [value for value in unseen if value in own and not self._lookups.is_told(value)]
 
     def _can_be_worked_out(self, value: str) -> bool:
-        """Whether a value is a date or a time that follows from the request and from events that were found."""
+        """Tell whether a value is a date or a time that follows from the request and from events that were found."""
         try:
             when = datetime.fromisoformat(value)
         except ValueError:
