@@ -356,6 +356,7 @@ def _print_unjudged(problems: Sequence[str], console: Console) -> None:
 def run_and_report(tasks: Sequence[Any], servers: Any, console: Console) -> int:
     """Run the solutions of tasks, print what is wrong with them, and return how many fail."""
     from mcp_grpo.evaluation import run_solutions
+    from mcp_grpo.evaluation.solutions import guesses
 
     with console.status(f"running {len(tasks)} solutions on the servers ..."):
         found = run_solutions(tasks, servers)
@@ -363,6 +364,14 @@ def run_and_report(tasks: Sequence[Any], servers: Any, console: Console) -> int:
     for one in broken[:MAX_SHOWN]:
         console.print(f"{one.trajectory.task.task_id}: {one.problems[0]}", soft_wrap=True)
     console.print(f"{len(found) - len(broken)} of {len(found)} solutions solve their tasks.")
+    guessed = guesses(found)
+    if len(guessed) > len(found) / 20:  # a few may be put together from what was shown
+        task, value = next(iter(guessed.items()))
+        console.print(
+            f"{len(guessed)} of them call with an id that nothing before has shown, such as {value!r} in task {task!r}. A policy that "
+            "imitates them learns to make ids up: let them look it up first.",
+            soft_wrap=True,
+        )
     return len(broken)
 
 

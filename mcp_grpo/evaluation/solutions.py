@@ -1,5 +1,6 @@
 """Run scripted solutions of tasks on the real servers."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -12,6 +13,7 @@ from anyio.from_thread import start_blocking_portal
 from mcp_grpo.errors import SettingsError, TaskFormatError, ToolServerError
 from mcp_grpo.rewards.task import is_done
 from mcp_grpo.rollout.replay import COLUMN, call_message, rounds_of
+from mcp_grpo.tasks.grounding import unseen_values
 from mcp_grpo.tasks.rows import few
 from mcp_grpo.tools import Lease, ToolPool
 from mcp_grpo.tools.users import User
@@ -20,6 +22,8 @@ from mcp_grpo.types import Exchange, Message, Segment, StopReason, Task, ToolCal
 
 _MAX_TASKS = 3  # named in a message
 _MAX_ROUNDS = 64  # of a script that repeats itself
+_ID = re.compile(r"(?=.*[\d@])[\w.@:/#-]{4,64}")
+_DATE = re.compile(r"\d{4}-\d\d(-\d\d)?|\d\d?:\d\d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,3 +296,25 @@ class _Attempt:
         if self.task.max_turns is not None and num_turns > self.task.max_turns:
             self.problems.append(f"It takes {num_turns} turns, and the task allows {self.task.max_turns}.")
         return Solution(trajectory=trajectory, problems=tuple(self.problems))
+
+
+def guesses(solutions: Sequence[Solution]) -> dict[str, str]:
+    """
+    Find solutions that call with an id that nothing before has shown, which a policy that imitates them learns to make up.
+
+    Args:
+        solutions (`Sequence[Solution]`):
+            Solutions that were run.
+
+    Returns:
+        `dict[str, str]`: The first such value, by the id of the task. Dates, and texts with spaces, can be worked out or written, and are
+        left out.
+    """
+    found: dict[str, str] = {}
+    for one in solutions:
+        task, messages = one.trajectory.task, one.trajectory.messages
+        values = (str(value) for value in unseen_values(task.prompt, messages))
+        first = next((value for value in values if _ID.fullmatch(value) and not _DATE.match(value)), None)
+        if first is not None:
+            found[task.task_id] = first
+    return found
