@@ -39,9 +39,9 @@ NUM_HELD_OUT = 60
 REWARDS = ("answers", "lots")
 
 
-def by_lot(trajectories: list[Any], **kwargs: Any) -> list[float]:
+def by_lot(completions: list[Any], **kwargs: Any) -> list[float]:
     """Draw 0 or 1 for each attempt."""
-    return [float(LOTS.random() < 0.5) for _ in trajectories]
+    return [float(LOTS.random() < 0.5) for _ in completions]
 
 
 LOTS = random.Random(0)
