@@ -75,6 +75,7 @@ def estimate_memory(policy: PretrainedConfig, config: MCPGRPOConfig, model: Any,
     text = policy.get_text_config()
     tokens = config.per_device_train_batch_size * (prompt_tokens + (config.max_completion_length or 0))
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = max(cast("Any", inner)) if isinstance(inner, list | tuple) else inner  # by layer, in some models
     layer = 2 * (PER_HIDDEN * text.hidden_size + PER_INNER * inner)
     # Logits are never whole, and only those of what the policy sampled are computed.
     kept = 2 * text.hidden_size * text.num_hidden_layers + RECOMPUTED * layer

@@ -97,7 +97,7 @@ class Environment:
         return dataset_from_rows(self.splits[split])
 
 
-def load_environment(name: str, data: str | Path | None = None, **options: Any) -> Environment:
+def load_environment(name: str, data: str | Path | None = None, /, **options: Any) -> Environment:
     """
     Make an environment.
 

@@ -36,10 +36,13 @@ class Solution:
             The trajectory, with one placeholder token for each turn.
         problems (`tuple[str, ...]`):
             Problems, one sentence each; empty if it solves its task.
+        tools (`tuple[Mapping[str, Any], ...]`, *optional*):
+            Schemas of the tools that it could call.
     """
 
     trajectory: Trajectory
     problems: tuple[str, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,10 +230,12 @@ class _Attempt:
         self.error: str | None = None
         self._messages: list[Message] = []
         self._exchanges: list[Exchange] = []
+        self._tools: tuple[Mapping[str, Any], ...] = ()
         self._num_turns = 0
         self._start = time.monotonic()
 
     async def run(self, lease: Lease) -> None:
+        self._tools = tuple(tool.schema for tool in lease.tools)
         rounds = rounds_of(self.task)
         last = [] if rounds[-1]["steps"] else [rounds[-1]] * (_MAX_ROUNDS - len(rounds))
         for number, script in enumerate([*rounds, *last], start=1):
@@ -295,7 +300,7 @@ class _Attempt:
         num_turns = max(len(script["steps"]) + 1 for script in rounds_of(self.task))
         if self.task.max_turns is not None and num_turns > self.task.max_turns:
             self.problems.append(f"It takes {num_turns} turns, and the task allows {self.task.max_turns}.")
-        return Solution(trajectory=trajectory, problems=tuple(self.problems))
+        return Solution(trajectory=trajectory, problems=tuple(self.problems), tools=self._tools)
 
 
 def guesses(solutions: Sequence[Solution]) -> dict[str, str]:
@@ -313,7 +318,7 @@ def guesses(solutions: Sequence[Solution]) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in solutions:
         task, messages = one.trajectory.task, one.trajectory.messages
-        values = (str(value) for value in unseen_values(task.prompt, messages))
+        values = (str(value) for value in unseen_values(task.prompt, messages, one.tools))
         first = next((value for value in values if _ID.fullmatch(value) and not _DATE.match(value)), None)
         if first is not None:
             found[task.task_id] = first

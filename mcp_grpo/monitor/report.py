@@ -126,6 +126,8 @@ def _risen(before: Judged, kept: Judged, words: str) -> str:
         )
     if success is None or success.low > 0:
         return f"It learnt: {words}."
+    if kept.success is not None and kept.success.mean == 1:
+        return f"It learnt to earn more: {words}. It does all tasks, as it did before."
     if success.high <= 0:
         return (
             f"It learnt to earn more without doing more tasks: {words}, and success by {_signed(success)}. Look at what it does "

@@ -30,6 +30,9 @@ from mcp_grpo.types import Task, ToolCall, ToolResult, Trajectory
 
 logger = logging.getLogger(__name__)
 
+LOOK_EVERY = 60.0  # seconds between looks for garbage among all objects, which take up to a second
+_last_look = float("-inf")
+
 T = TypeVar("T")
 
 NUM_HEAVIEST = 3  # tools that are named when there are too many
@@ -298,6 +301,10 @@ def _watching_only_new_objects() -> Iterator[None]:
     if gc.get_freeze_count():  # somebody else does so, with what they know
         yield
         return
+    global _last_look
+    if time.monotonic() - _last_look > LOOK_EVERY:  # old garbage is found at no other time
+        gc.collect()
+        _last_look = time.monotonic()
     gc.freeze()
     try:
         yield

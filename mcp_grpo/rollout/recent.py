@@ -26,11 +26,13 @@ class Recent(Generic[V]):
         try:
             value = self._values[key]
             self._values.move_to_end(key)
+            return value
         except KeyError:  # not there, or gone in between
-            value = self._values[key] = make()
-            while len(self._values) > self._size:
-                try:
-                    self._values.popitem(last=False)
-                except KeyError:  # another thread was first
-                    break
+            pass
+        value = self._values[key] = make()
+        while len(self._values) > self._size:
+            try:
+                self._values.popitem(last=False)
+            except KeyError:  # another thread was first
+                break
         return value

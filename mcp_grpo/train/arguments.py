@@ -101,7 +101,7 @@ class TrainArguments:
     def told(self) -> dict[str, Any]:
         """Return the arguments as they are written down, with digests of the files that they name."""
         given: dict[str, Any] = asdict(self)
-        given["options"] = [list(option) for option in self.options]  # as JSON has it
+        given["options"] = [list(option) for option in self.options] or None  # as JSON has it
         for name in FILES:
             path = None if given[name] is None else Path(given[name])
             if path is not None and path.is_file():

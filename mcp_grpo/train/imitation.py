@@ -1,7 +1,7 @@
 """Imitate solutions: a policy that cannot call tools learns to, on the tokens of rollouts."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import run_solutions
+from mcp_grpo.rewards import is_done
 from mcp_grpo.rollout import Renderer, conversation_tokens, output_rows, set_call_format
 from mcp_grpo.sampling.threads import choose_threads
 from mcp_grpo.tools import ToolPool
@@ -61,6 +62,7 @@ def imitate(
     peft_config: Any = None,
     quantization_config: Any = None,
     user: User | None = None,
+    is_success: Callable[[Trajectory], bool] = is_done,
 ) -> SFTTrainer:
     """
     Train a policy on the solutions of tasks, run on the servers, and save it to `output_dir` of the settings.
@@ -92,6 +94,8 @@ def imitate(
             How the weights below an adapter are quantised.
         user (`Callable`, *optional*):
             Says what users say next, as [`MCPGRPOTrainer`] takes it.
+        is_success (`Callable[[Trajectory], bool]`, *optional*):
+            Whether a solution does its task; whether it gives the task's answer and leaves the state it asks for, if not given.
 
     Returns:
         [`~trl.SFTTrainer`]: The finished trainer.
@@ -106,7 +110,7 @@ def imitate(
     renderer = Renderer(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id], chat_template_kwargs=chat_template_kwargs)
     made: list[Dataset | None] = [None]
     if config.process_index == 0:  # servers need not answer twice alike, and processes must agree on the steps
-        solved = conversations(tasks, servers, user)
+        solved = conversations(tasks, servers, user, is_success)
         made[0] = make_dataset(
             solved,
             anyio.run(tools_of, [task for task, _ in solved], servers),
@@ -144,7 +148,10 @@ def warm_model(folder: Path) -> Path:
 
 
 def conversations(
-    tasks: Sequence[Task], servers: Any, user: User | None = None
+    tasks: Sequence[Task],
+    servers: Any,
+    user: User | None = None,
+    is_success: Callable[[Trajectory], bool] = is_done,
 ) -> list[tuple[Task, list[dict[str, Any]]]]:
     """
     Return each task with the messages after its prompt: recorded, or from its solution on the servers.
@@ -153,7 +160,7 @@ def conversations(
     """
     recorded = [(task, list(task.metadata["messages"])) for task in tasks if task.metadata.get("messages")]
     scripted = [task for task in tasks if not task.metadata.get("messages")]
-    found = run_solutions(scripted, servers, user=user) if scripted else []
+    found = run_solutions(scripted, servers, user=user, is_success=is_success) if scripted else []
     solved = [(one.trajectory.task, list(one.trajectory.messages)) for one in found if not one.problems]
     if len(solved) < len(found):
         logger.warning(

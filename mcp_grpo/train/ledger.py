@@ -123,4 +123,4 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None or value is False or value == [] else "given" if value is True else str(value)
+    return "not given" if value is None or value is False else "given" if value is True else str(value)

@@ -243,6 +243,11 @@ class ModelSize:
         """Tell whether a CPU trains it within minutes."""
         return self.parameters is not None and self.parameters <= TINY
 
+    @property
+    def is_wide(self) -> bool:
+        """Tell whether it may have more than a billion weights."""
+        return self.parameters is None or self.parameters > MEDIUM
+
     def __str__(self) -> str:
         if self.parameters is None:
             return "of unknown size"
@@ -302,7 +307,7 @@ def settings_for(
         [`Choice`]: The settings, with reasons.
     """
     parameters = size.parameters or MEDIUM
-    choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=parameters > MEDIUM)
+    choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=size.is_wide)
     settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
     settings |= next(found for most, found in BY_SIZE if parameters <= most)
     if size.is_tiny:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from mcp_grpo.synth.splits import MIN_CHAINS, split_by_chain
 from mcp_grpo.tasks import load_tasks
 from mcp_grpo.tasks.columns import dataset_from_rows
 from mcp_grpo.train.arguments import TrainArguments
-from mcp_grpo.train.world import world_of
+from mcp_grpo.train.world import has_splits, world_of
 
 
 TASKS_FOLDER = "tasks"  # in that of a run, where tasks are made
-KINDS = ("chain", "template")  # columns that say which tasks are alike, and must not be on both sides of a split
+CHAIN, TEMPLATE = (
+    "chain",
+    "template",
+)  # columns that say which tasks are alike: of tasks that are made, and of environments
 GROUNDED = "grounded"  # column that says whether a solution uses only what the task or a tool has shown before
 MAX_VALIDATION = 32  # tasks that the best policy is chosen by
 
@@ -90,17 +93,18 @@ def load_splits(arguments: TrainArguments, folder: Path) -> Splits:
 
 def _of_environment(environment: Environment, arguments: TrainArguments) -> Splits:
     """Return the environment's own splits, with tasks to choose the best policy by from those to train on."""
-    if "test" not in environment.splits or "train" not in environment.splits:
-        return _held_out(environment.tasks(), arguments, f"in {environment.name}")
-    tasks = dataset_from_rows([_without_guesses(row) for row in environment.splits["train"]])
-    places, _ = _split(tasks, arguments.seed)
+    if not has_splits(environment):
+        splits = _held_out(environment.tasks(), arguments, f"in {environment.name}", TEMPLATE)
+        return replace(splits, train=_without_guesses(splits.train.to_list()))
+    tasks = _without_guesses(environment.splits["train"])
+    places, _ = _split(tasks, arguments.seed, TEMPLATE)
     train = sorted([*places["train"], *places["test"]])
     return _parts(tasks.select(train), tasks.select(places["validation"]), environment.tasks("test"), arguments, "")
 
 
-def _without_guesses(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take away a solution that uses what a policy cannot know: it would teach it to guess."""
-    return row if row.get(GROUNDED, True) else {**row, "solution": None}
+def _without_guesses(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Take away solutions that use what a policy cannot know: they would teach it to guess."""
+    return dataset_from_rows([row if row.get(GROUNDED, True) else {**row, "solution": None} for row in rows])
 
 
 def _made(arguments: TrainArguments, folder: Path) -> Splits:
@@ -111,31 +115,36 @@ def _made(arguments: TrainArguments, folder: Path) -> Splits:
     return _held_out(parts["train"], arguments, "that could be made")
 
 
-def _held_out(tasks: Dataset, arguments: TrainArguments, where: str) -> Splits:
-    places, is_by_chain = _split(tasks, arguments.seed)
+def _held_out(tasks: Dataset, arguments: TrainArguments, where: str, column: str = CHAIN) -> Splits:
+    places, is_by_chain = _split(tasks, arguments.seed, column)
     if not places["test"]:
         raise SettingsError(
             f"There {'are' if len(tasks) != 1 else 'is'} {len(tasks)} task{'s' if len(tasks) != 1 else ''} {where}, too few to "
-            f"hold some out to judge by, which takes {MIN_CHAINS} or more. Name tasks to judge by with `--eval-tasks`, or give "
-            "or make more tasks."
+            f"hold some out to judge by, which takes {MIN_CHAINS} or more. "
+            + (
+                "Name tasks to judge by with `--eval-tasks`, or give or make more tasks."
+                if arguments.environment is None
+                else "Give the environment the splits `train` and `test`, or more tasks."
+            )
         )
-    has_chains = "chain" in tasks.column_names
+    has_chains = column in tasks.column_names
     note = (
         ""
         if is_by_chain or not has_chains
         else (
-            "There are too few different chains of calls to hold some out: the tasks to judge by ask for other things along the "
-            "same chains as those that are trained on."
+            f"There are too few different {'chains of calls' if column == CHAIN else 'templates'} to hold some out: the tasks to judge by "
+            f"ask for other things along the same {column}s as those that are trained on."
         )
     )
     train, validation, test = (tasks.select(places[name]) for name in ("train", "validation", "test"))
     return _parts(train, validation, test, arguments, note)
 
 
-def _split(tasks: Dataset, seed: int) -> tuple[dict[str, list[int]], bool]:
+def _split(tasks: Dataset, seed: int, column: str = CHAIN) -> tuple[dict[str, list[int]], bool]:
     """Return the places of the tasks of each part: by chain, where there are enough chains, else by task."""
-    column = next((name for name in KINDS if name in tasks.column_names), "task_id")
-    chains = tasks[column]
+    ids = tasks["task_id"]
+    kinds = tasks[column] if column in tasks.column_names else ids
+    chains = [str(task_id if kind is None else kind) for kind, task_id in zip(kinds, ids, strict=True)]
     is_by_chain = len(set(chains)) >= MIN_CHAINS
     keys: Sequence[Any] = chains if is_by_chain else tasks["task_id"]
     rows = [{"chain": str(key), "place": place} for place, key in enumerate(keys)]

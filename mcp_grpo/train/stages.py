@@ -34,6 +34,7 @@ from mcp_grpo.train.imitation import (
     WarmupConfig,
     calls_sentence,
     imitate,
+    tools_of,
     valid_calls,
     warm_model,
 )
@@ -148,6 +149,9 @@ class Stages:
             if valid_calls(attempts)[0] >= MIN_VALID_CALLS:
                 self._ledger.note(base=self._model)
                 return calls_sentence(attempts)
+            if not any(anyio.run(tools_of, [attempt.task for attempt in attempts], self._world.servers)):
+                self._ledger.note(base=self._model)
+                return "There are no tools to call."
             self._say(calls_sentence(attempts))
             solutions = self._solutions()
             self._say("The policy cannot call tools yet. How well it does as it is, to compare with:")
@@ -225,7 +229,7 @@ class Stages:
         except SettingsError as error:
             serving = str(error)
         self._say(f"\nServe it with:\n  {serving}")
-        self._say(f"Try it with:\n  {self._world.attempt_with.format(policy=folder)}")
+        self._say(f"Try it with:\n  {self._world.attempt(folder)}")
         return not stopped
 
     def close(self) -> None:
@@ -322,6 +326,11 @@ class Stages:
         """Return the tasks that have a solution to imitate."""
         tasks = tasks_from_rows(self._splits.train)
         found = [task for task in tasks if task.metadata.get("solution") or task.metadata.get("messages")]
+        if not found and self._world.environment is not None:
+            raise SettingsError(
+                f"The policy cannot call tools, and {self._world.name} has no solutions to imitate. Name a model that was trained on "
+                "tools with `--model`."
+            )
         if not found:
             raise SettingsError(
                 "The policy cannot call tools, and there are no solutions to imitate: no task has a column `solution` or "
@@ -356,6 +365,7 @@ class Stages:
             tasks,
             self._world.servers,
             user=self._world.user,
+            is_success=self._world.is_success,
             name=self._model,
             init_kwargs=loading,
             chat_template_kwargs=self._settings["chat_template_kwargs"],

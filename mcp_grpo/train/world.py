@@ -1,8 +1,10 @@
 """Where a run trains: on the servers of a file, or in an environment that brings its own tasks and rewards."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from mcp_grpo.environments import Environment, load_environment
@@ -30,8 +32,8 @@ class World:
             Says what users say next.
         environment ([`Environment`], *optional*):
             The environment, which brings its own tasks.
-        attempt_with (`str`):
-            A command that tries a policy here; `{policy}` stands for its folder.
+        place (`Sequence[str]`):
+            Arguments that name it to the command that tries a policy.
     """
 
     name: str
@@ -40,12 +42,18 @@ class World:
     is_success: Callable[[Trajectory], bool] = is_done
     user: User | None = None
     environment: Environment | None = None
-    attempt_with: str
+    place: Sequence[str]
 
     def fit(self, settings: dict[str, Any]) -> None:
         """Change settings to those that the environment asks for."""
         if self.environment is not None:
             settings["max_turns"] = self.environment.max_turns
+
+    def attempt(self, policy: Path) -> str:
+        """Return the command that tries the policy in a folder."""
+        if self.environment is None:
+            return shlex.join(["mcp-grpo", "chat", "--adapter", str(policy), *self.place])
+        return shlex.join(["mcp-grpo", "bench", *self.place, "--policy", str(policy), "--out", str(policy / "bench")])
 
 
 @lru_cache(maxsize=1)  # an environment may read much, and is asked for by several stages
@@ -56,18 +64,26 @@ def world_of(arguments: TrainArguments) -> World:
             name=f"the servers of {arguments.servers}",
             servers=arguments.servers,
             reward_funcs=(task_outcome, fault_penalty),
-            attempt_with=f"mcp-grpo chat --adapter {{policy}} --servers {arguments.servers}",
+            place=["--servers", str(arguments.servers)],
         )
     options = dict(arguments.options)
     environment = load_environment(arguments.environment, arguments.data, **options)
-    flags = "".join(f" --option {name} {value}" for name, value in options.items())
-    data = "" if arguments.data is None else f" --data {arguments.data}"
+    place = [arguments.environment]
+    place += [] if arguments.data is None else ["--data", arguments.data]
+    place += [part for name, value in options.items() for part in ("--option", name, value)]
+    place += ["--split", "test"] if has_splits(environment) else []
+    rewards = tuple(environment.reward_funcs)
     return World(
         name=environment.name,
         servers=environment.servers,
-        reward_funcs=(*environment.reward_funcs, fault_penalty),
+        reward_funcs=rewards if fault_penalty in rewards else (*rewards, fault_penalty),
         is_success=environment.is_success,
         user=environment.user,
         environment=environment,
-        attempt_with=f"mcp-grpo bench {arguments.environment}{data}{flags} --split test --policy {{policy}} --out {{policy}}/bench",
+        place=place,
     )
+
+
+def has_splits(environment: Environment) -> bool:
+    """Tell whether an environment says which tasks are to train on, and which to judge by."""
+    return all(environment.splits.get(name) for name in ("train", "test"))

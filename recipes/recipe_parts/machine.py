@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mcp_grpo.doctor.machine import Machine
-from mcp_grpo.train.settings import Choice, fit_to_tasks
+from mcp_grpo.train.arguments import MODEL
+from mcp_grpo.train.settings import Choice, ModelSize, fit_to_tasks
 from mcp_grpo.train.settings import choose as choose_for_machine
 from recipe_parts.command_line import CONFIGS
 
@@ -15,9 +16,9 @@ __all__ = ["Choice", "Machine", "choose", "describe", "fit_to_tasks"]
 
 def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     """Choose settings for a machine that go with those of the command line, which come first."""
-    choice = choose_for_machine(machine, given)
+    model = str(given.get("model_name_or_path", MODEL))
+    choice = choose_for_machine(machine, given, is_wide=model != MODEL and ModelSize.of(model).is_wide)
     settings = choice.settings
-    model = given.get("model_name_or_path", settings["model_name_or_path"])
     settings["output_dir"] = f"outputs/{Path(model).name}"
     adapter = "all weights" if given.get("use_peft") is False else "a LoRA adapter"
     place = (

@@ -16,7 +16,7 @@ from helpers.sums import ROWS
 from helpers.sums import SERVERS as SUMS
 
 from mcp_grpo.cli import main
-from mcp_grpo.environments import Environment
+from mcp_grpo.environments import Environment, function_server
 from mcp_grpo.quickstart.files import write_world
 from mcp_grpo.quickstart.servers import SERVERS
 from mcp_grpo.quickstart.tasks import build_tasks, with_solutions
@@ -109,6 +109,24 @@ def test_one_command_trains_in_an_environment(tmp_path: Path, capsys: pytest.Cap
     assert "doing nothing 0.0%, scripted solutions 100.0%" in said
     assert f"mcp-grpo bench {__name__}:make_world --option number 60 --split test --policy {out}" in said
     assert "4 tasks, 8 attempts before and 8 after." in (out / "README.md").read_text()
+
+
+def make_questions() -> Environment:
+    rows = [{"task_id": str(number), "prompt": f"{number}?", "answer": str(number)} for number in range(24)]
+    return Environment(
+        name="Questions",
+        servers={"none": lambda task: function_server("none", [], lambda *_: "")},
+        splits={"all": rows},
+    )
+
+
+@pytest.mark.full
+def test_one_command_trains_where_there_are_no_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--environment", f"{__name__}:make_questions", "--model", str(WARM_START)]
+    main(["train", *where, "--steps", "2", "--out", str(tmp_path / "out")])  # nothing may be learnt, and it says so
+    said = capsys.readouterr()
+    assert "There are no tools to call." in said.out
+    assert "Success after training" in said.out, said.err
 
 
 @pytest.mark.full

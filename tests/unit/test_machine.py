@@ -71,6 +71,10 @@ def test_what_is_chosen_goes_with_the_flags() -> None:
     assert choose(LARGE, {"servers": "s.json", "eval_tasks": "t.jsonl"}).settings["eval_strategy"] == "steps"
 
 
+def test_a_model_of_unknown_size_has_small_passes() -> None:
+    assert choose(LARGE, {"model_name_or_path": "somebody/else-70b"}).settings["per_device_train_batch_size"] == 8
+
+
 def test_a_step_is_no_larger_than_there_are_tasks() -> None:
     few = choose(LARGE, {})
     fit_to_tasks(few, 3, 1, {})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
-from transformers import Qwen3Config
+from transformers import Gemma3nTextConfig, Qwen3Config
 from trl import ModelConfig
 
 from mcp_grpo.config import MCPGRPOConfig
@@ -165,6 +165,26 @@ def test_the_estimate_is_near_what_a_card_took(
     )
     adapter = ModelConfig(dtype="bfloat16", use_peft=True, lora_r=16, lora_target_modules=["all-linear"])
     assert estimate_memory(shape, settings, adapter).needed(139.8) == pytest.approx(measured, rel=0.2)
+
+
+def test_a_width_for_each_layer_is_no_reason_to_fail(tmp_path: Path) -> None:
+    shape = Gemma3nTextConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        intermediate_size=[32, 64],
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_kv_shared_layers=0,
+        layer_types=["full_attention"] * 2,
+        activation_sparsity_pattern=[0.0, 0.0],
+        laurel_rank=4,
+    )
+    settings = MCPGRPOConfig(str(tmp_path), report_to="none", use_cpu=True, max_completion_length=100)
+    assert estimate_memory(shape, settings, ModelConfig(dtype="float32")).activations > 0
 
 
 def test_without_a_gpu_there_is_nothing_to_compare_with() -> None:

@@ -11,7 +11,8 @@ from mcp_grpo.environments import function_server
 from mcp_grpo.tasks import tasks_from_rows
 
 
-TOOLS = [Tool(name=name, input_schema={"type": "object"}) for name in ("find", "delete")]
+SCHEMA = {"type": "object", "properties": {"region": {"enum": ["us-east-1", "eu-west-2"]}}}
+TOOLS = [Tool(name=name, input_schema=SCHEMA) for name in ("find", "delete")]
 
 
 def make(task: Any) -> Any:
@@ -34,6 +35,7 @@ DELETE = ("delete", {"id": "00000422"})
         (row(DELETE, prompt="Delete mail 00000422."), False),
         (row(("find", {"since": "2024-05-01", "text": "a text of 3 words and more"})), False),
         (row(("find", {"address": "ann@our.example"})), True),
+        (row(("find", {"region": "us-east-1"})), False),  # the schema has it
     ],
 )
 def test_an_id_that_nothing_has_shown_is_told(one: dict[str, Any], is_guess: bool) -> None:

@@ -113,6 +113,13 @@ def test_a_reward_that_rises_without_success_is_not_called_learning(solved: tupl
     assert learning_sentence(evaluations, 50).startswith(words)
 
 
+def test_a_policy_that_did_all_tasks_before_is_not_blamed() -> None:
+    evaluations = [
+        replace(judged(step, reward), solved={"a": [True], "b": [True]}) for step, reward in ((0, 0.2), (50, 0.6))
+    ]
+    assert "It does all tasks, as it did before." in learning_sentence(evaluations, 50)
+
+
 def test_a_policy_that_is_what_it_was_has_learnt_nothing() -> None:
     before = judged(0, 0.0)
     after = Judged(step=10, rewards=before.rewards)

@@ -1,6 +1,7 @@
 """The parts of `mcp-grpo train`: its plan, what it goes on from, which tasks are held out, and its settings."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor.machine import Machine
 from mcp_grpo.environments import Environment
 from mcp_grpo.errors import SettingsError
+from mcp_grpo.rewards import fault_penalty
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import Ledger
 from mcp_grpo.train.plan import STAGES, duration, make_plan
@@ -259,7 +261,37 @@ def test_a_dry_run_in_an_environment_has_its_settings(tmp_path: Path, capsys: py
     settings: dict[str, Any] = {"max_turns": 10}
     world.fit(settings)
     assert settings["max_turns"] == 17
-    assert world.attempt_with.startswith(f"mcp-grpo bench {name} --split test --policy")
+    assert world.attempt(Path("out")) == f"mcp-grpo bench {name} --split test --policy out --out out/bench"
+
+
+def make_odd_environment(**options: str) -> Environment:
+    rows = [
+        {**row, "solution": SCRIPT, "grounded": False, "template": {"of": number}}
+        for number, row in enumerate(tasks(20))
+    ]
+    return Environment(name="Odd", servers={}, splits={"all": rows}, reward_funcs=(fault_penalty,))
+
+
+def test_an_environment_without_splits_is_split_and_options_may_be_json(tmp_path: Path) -> None:
+    options = (("args", '{"difficulty": "hard"}'),)
+    arguments = TrainArguments(environment=f"{__name__}:make_odd_environment", options=options)
+    splits = load_splits(arguments, tmp_path)
+    assert len(splits.test) > 0
+    assert not any(row["solution"] for row in splits.train.to_list())
+    assert all(row["solution"] for row in splits.test.to_list())
+    world = world_of(arguments)
+    assert list(world.reward_funcs) == [fault_penalty]
+    line = world.attempt(tmp_path / "a folder")
+    assert shlex.split(line)[3:6] == ["--option", "args", '{"difficulty": "hard"}']
+    assert "--split" not in line
+    assert Ledger(tmp_path / "run", arguments.told())["base"] is None
+
+
+def test_a_run_that_was_begun_before_there_were_environments_goes_on(told: dict[str, Any], tmp_path: Path) -> None:
+    arguments = TrainArguments(**told).told()
+    before = {name: value for name, value in arguments.items() if name not in ("environment", "data", "options")}
+    Ledger(tmp_path / "out", before).finish("tasks", "done", 1.0)
+    assert Ledger(tmp_path / "out", arguments).is_done("tasks")
 
 
 # ---- The settings ----
