@@ -41,7 +41,8 @@ def mean_of_tasks(values: Mapping[str, float]) -> Interval:
     effective = spread / error**2 if spread > 0 and 0 < error < math.inf else count
     centre = (mean + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
     width = Z * math.sqrt(spread / effective + Z**2 / (4 * effective**2)) / (1 + Z**2 / effective)
-    return Interval(mean=mean, low=max(0.0, centre - width), high=min(1.0, centre + width))
+    low, high = max(0.0, centre - width), min(1.0, centre + width)
+    return Interval(mean=mean, low=min(low, mean), high=max(high, mean))  # rounding may put an end beyond 0 or 1
 
 
 def mean_difference(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> Interval | None:

@@ -59,6 +59,13 @@ def test_nothing_solved_is_not_nothing_with_certainty() -> None:
     assert paid.low < 0 < paid.high
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_an_interval_holds_its_mean_whatever_is_rounded(share: float) -> None:
+    for number in range(1, 200):
+        found = mean_of_tasks({str(task): share for task in range(number)})
+        assert found.low <= found.mean <= found.high
+
+
 def test_evaluations_are_read_back_up_to_a_step(tmp_path: Path) -> None:
     evaluations = [judged(0, 0.2), judged(10, 0.4), judged(20, 0.3)]
     write_judged(evaluations, tmp_path / "run" / "evaluations.jsonl")
