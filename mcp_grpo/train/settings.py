@@ -28,7 +28,7 @@ _LEARNING = {
     "warmup_steps": 10,
     "max_steps": 200,
     "num_generations": 8,
-    "per_device_train_batch_size": 16,  # two groups: a pass has a cost of its own, however few tokens it has
+    "per_device_train_batch_size": 16,  # two groups: fewer passes, and the tools once for both tasks
     "gradient_accumulation_steps": 4,
     "scale_rewards": "none",
     "epsilon": 0.2,
