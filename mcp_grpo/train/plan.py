@@ -12,7 +12,7 @@ from mcp_grpo.train.settings import WARM_UP_BATCH, ModelSize, warm_up_steps
 
 
 STAGES = ("doctor", "tasks", "calls", "before", "training", "after", "report")
-NUM_LOOKED_AT = 16  # attempts that tell whether a policy can call tools
+NUM_LOOKED_AT = 16  # attempts that tell whether a policy can call tools, and ever succeeds
 ATTEMPTS = 2  # at each of the tasks to judge by
 TOKENS_WRITTEN, TOKENS_READ = 120, 800  # by an attempt, about, with tools that say little
 START = 20.0  # seconds for servers and a model
@@ -98,7 +98,7 @@ def make_plan(
         Stage(name="tasks", what=tasks, seconds=1.0 if has_tasks else 30.0),
         Stage(
             name="calls",
-            what=f"see in {NUM_LOOKED_AT} attempts whether the policy can call tools; if not, warm it up on solutions",
+            what=f"see in {NUM_LOOKED_AT} attempts whether the policy can call tools and ever succeeds; if not, warm it up",
             seconds=cost(NUM_LOOKED_AT, other=start),
             more=cost(num_test + NUM_LOOKED_AT, warm, start),
         ),

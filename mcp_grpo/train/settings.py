@@ -256,7 +256,7 @@ class ModelSize:
         return f"of {self.parameters / 1e6:.{0 if self.parameters >= 1e7 else 1}f} million weights"
 
 
-TINY, SMALL, MEDIUM = 20_000_000, 300_000_000, 1_000_000_000
+TINY, SMALL, MEDIUM, LARGE = 20_000_000, 300_000_000, 1_000_000_000, 2_000_000_000
 _NO_REFERENCE = {"beta": 0.0, "ref_sync": "none", "use_bias_correction_kl": False}
 _WIDE = {"lora_r": 32, "lora_alpha": 64}
 BY_SIZE: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -268,8 +268,8 @@ BY_SIZE: tuple[tuple[float, dict[str, Any]], ...] = (
     # recipes/configs/smollm2_135m.yaml
     (SMALL, {"learning_rate": 5e-4, "warmup_steps": 3, "max_steps": 70, **_WIDE, **_NO_REFERENCE}),
     # recipes/configs/qwen2.5_coder_0.5b.yaml
-    (MEDIUM, {"learning_rate": 1e-4, "warmup_steps": 5, "max_steps": 100, **_WIDE, **_NO_REFERENCE}),
-    # recipes/configs/qwen3_1.7b_lora_vllm.yaml
+    (LARGE, {"learning_rate": 1e-4, "warmup_steps": 5, "max_steps": 100, **_WIDE, **_NO_REFERENCE}),
+    # recipes/configs/qwen3_4b_lora_server.yaml
     (math.inf, {}),
 )
 """What is learnt with, by the most weights of a model: as in the recipes that were seen to learn."""

@@ -142,11 +142,12 @@ class Stages:
         return f"{splits.sentence}."
 
     def calls(self) -> str:
-        """See whether the policy can call tools, and warm it up on the solutions of tasks if it cannot."""
+        """See whether the policy can call tools and ever succeeds, and warm it up on the solutions of tasks if not."""
         warm = self._folder / WARM_START
         if self._ledger["base"] is None:
             attempts = self._look()
-            if valid_calls(attempts)[0] >= MIN_VALID_CALLS:
+            can_call, succeeds = valid_calls(attempts)[0] >= MIN_VALID_CALLS, any(map(self._world.is_success, attempts))
+            if can_call and (succeeds or not self._solved):
                 self._ledger.note(base=self._model)
                 return calls_sentence(attempts)
             if not any(anyio.run(tools_of, [attempt.task for attempt in attempts], self._world.servers)):
@@ -154,7 +155,8 @@ class Stages:
                 return "There are no tools to call."
             self._say(calls_sentence(attempts))
             solutions = self._solutions()
-            self._say("The policy cannot call tools yet. How well it does as it is, to compare with:")
+            lack = "succeeded in none of these attempts" if can_call else "cannot call tools yet"
+            self._say(f"The policy {lack}. How well it does as it is, to compare with:")
             self._evaluate(UNTRAINED)
             self.close()
             shutil.rmtree(warm, ignore_errors=True)
@@ -322,10 +324,15 @@ class Stages:
         chosen = train.select([index * len(train) // number for index in range(number)])
         return self._open().roll_out(chosen)
 
+    @property
+    def _solved(self) -> list[Task]:
+        """Return the tasks with a solution."""
+        tasks = tasks_from_rows(self._splits.train)
+        return [task for task in tasks if task.metadata.get("solution") or task.metadata.get("messages")]
+
     def _solutions(self) -> list[Task]:
         """Return the tasks that have a solution to imitate."""
-        tasks = tasks_from_rows(self._splits.train)
-        found = [task for task in tasks if task.metadata.get("solution") or task.metadata.get("messages")]
+        found = self._solved
         if not found and self._world.environment is not None:
             raise SettingsError(
                 f"The policy cannot call tools, and {self._world.name} has no solutions to imitate. Name a model that was trained on "
