@@ -31,13 +31,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from learning_runs import (
+    BASE,
     GOAL,
     SUCCESS,
     WINDOW,
     Result,
     TaskSet,
     averaged,
+    base_path,
     make_parser,
+    mean_success,
+    paired_gain,
     quickstart_tasks,
     results,
     run,
@@ -207,7 +211,7 @@ def train_with_trl(arguments: argparse.Namespace, seed: int, name: str, tasks: T
             return portal.call(pool.call, ToolCall(name=name, arguments=arguments))
 
         trainer = GRPOTrainer(
-            str(folder / f"base-{seed}"),
+            str(base_path(folder, BASE, seed)),
             reward_funcs=[exact_answer, fault_penalty if name == "quickstart" else summed(turn_penalty)],
             args=config,
             train_dataset=Dataset.from_list(tasks.train),
@@ -270,12 +274,13 @@ def report(arguments: argparse.Namespace) -> None:
         ):
             table.add_column(column)
         for mode in arguments.modes:
-            runs = results(arguments, tasks, mode)
+            if not (runs := results(arguments, tasks, mode)):
+                continue
             histories = [run["history"] for run in runs]
             table.add_row(
                 mode,
                 shown([updates_to_goal(history) for history in histories], "{:.0f}"),
-                shown([statistics.mean(entry[SUCCESS] for entry in history) for history in histories], "{:.2f}"),
+                shown([mean_success(run) for run in runs], "{:.2f}"),
                 shown([run["before"] for run in runs], "{:.2f}"),
                 shown([run["after"] for run in runs], "{:.2f}"),
                 shown_figure(histories, "value/explained_variance", 10),
@@ -291,17 +296,9 @@ def report(arguments: argparse.Namespace) -> None:
 
 def beside_trl(arguments: argparse.Namespace, tasks: str, mode: str) -> str:
     """Compare a mode with stock TRL, seed by seed: mean success over all updates, and success on held-out tasks."""
-    from mcp_grpo.evaluation import mean_difference
-
-    def by_seed(mode: str, value: Callable[[Result], float]) -> dict[str, list[float]]:
-        return {str(run["seed"]): [value(run)] for run in results(arguments, tasks, mode)}
-
-    def gain(value: Callable[[Result], float]) -> str:
-        found = mean_difference(by_seed("trl", value), by_seed(mode, value))
-        return "too few seeds" if found is None else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
-
-    over_updates = gain(lambda run: statistics.mean(entry[SUCCESS] for entry in run["history"]))
-    return f"{mode} beside trl, 95 % interval over seeds: mean success {over_updates}, held out {gain(lambda r: r['after'])}"
+    stock, ours = results(arguments, tasks, "trl"), results(arguments, tasks, mode)
+    over_updates, held_out = (paired_gain(stock, ours, value) for value in (mean_success, lambda run: run["after"]))
+    return f"{mode} beside trl, 95 % interval over seeds: mean success {over_updates}, held out {held_out}"
 
 
 def shown_figure(histories: Sequence[list[Result]], key: str, num_last: int) -> str:

@@ -57,7 +57,8 @@ def report(arguments: argparse.Namespace) -> None:
     ):
         table.add_column(column)
     for mask in arguments.masks:
-        runs = results(arguments, mask)
+        if not (runs := results(arguments, mask)):
+            continue
         table.add_row(
             mask,
             shown([updates_to_goal(run["history"]) for run in runs], "{:.0f}"),

@@ -140,24 +140,22 @@ def main(arguments: Arguments) -> bool:
 
 def make_config(output_dir: Path, seed: int, **settings: Any) -> MCPGRPOConfig:
     """Return the settings of the training, with changes."""
-    return MCPGRPOConfig(
-        output_dir=str(output_dir),
-        seed=seed,
-        use_cpu=True,
-        bf16=False,
-        learning_rate=2e-3,
-        warmup_steps=2,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        gradient_checkpointing=False,  # a model this small has the memory
-        max_completion_length=200,
-        scale_rewards="none",
-        chat_template_kwargs=CHAT_TEMPLATE_KWARGS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        **settings,
-    )
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "learning_rate": 2e-3,
+        "warmup_steps": 2,
+        "per_device_train_batch_size": 64,
+        "num_generations": 8,
+        "gradient_checkpointing": False,  # a model this small has the memory
+        "max_completion_length": 200,
+        "scale_rewards": "none",
+        "chat_template_kwargs": CHAT_TEMPLATE_KWARGS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    return MCPGRPOConfig(output_dir=str(output_dir), seed=seed, **defaults | settings)
 
 
 def copy_base_model(rows: list[dict], folder: Path) -> str:

@@ -27,6 +27,7 @@ IGNORED = -100  # label of a token that is not trained on
 
 Tool = dict[str, Any]
 Sample = tuple[list[int], list[int]]  # token ids and labels
+Solution = Callable[[Row, float, random.Random], list[Message]]  # of a task, with so much noise
 _QUESTION = {"role": "user", "content": "?"}  # stands for any prompt where only what follows it matters
 
 
@@ -70,11 +71,13 @@ def warm_up(
     *,
     copy_lengths: Sequence[int] = (24,),
     max_copy_steps: int = 600,
+    max_call_steps: int = 1000,
     num_noisy_steps: int = 60,
     batch_size: int = 16,
     learning_rate: float = 3e-3,
     noise: float = 0.5,
     target_loss: float = 0.004,
+    solution: Solution = scripted_solution,
     seed: int = 0,
 ) -> None:
     """
@@ -82,7 +85,8 @@ def warm_up(
 
     It first repeats random tokens, which is the quickest way for a small model to find out how to copy. Right solutions
     follow, which teach it to call and to tell what a question asks for, and then noisy ones, which blur its choice of
-    tool. How soon the first two are learnt is a matter of luck, so they last as long as it takes.
+    tool. How soon the first two are learnt is a matter of luck, so they last as long as it takes. A model that has learnt
+    some of it already skips that with 0 steps.
     """
     rng, builder = random.Random(seed), SampleBuilder(tokenizer, tools)
     generator, lengths = torch.Generator().manual_seed(seed), cycle(copy_lengths)
@@ -94,12 +98,14 @@ def warm_up(
 
     def solutions(noise: float) -> torch.Tensor:
         chosen = rng.choices(rows, k=batch_size)
-        batch = [builder.sample(row, scripted_solution(row, noise, rng)) for row in chosen]
+        batch = [builder.sample(row, solution(row, noise, rng)) for row in chosen]
         return _solution_loss(model, batch, tokenizer.pad_token_id)
 
     model.train()
     _learn("Learning to copy", repetition, optimizer, ramp, max_steps=max_copy_steps, target_loss=0.05)
-    _learn("Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=1000, target_loss=target_loss)
+    _learn(
+        "Learning to call", lambda: solutions(0.0), optimizer, ramp, max_steps=max_call_steps, target_loss=target_loss
+    )
     optimizer.param_groups[0]["lr"] = learning_rate / 3
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_noisy_steps)
     _learn("Blurring choices", lambda: solutions(noise), optimizer, decay, max_steps=num_noisy_steps)
