@@ -9,7 +9,8 @@ token in eight. The model has random weights and an adapter (LoRA, r = 16 on all
 turn by turn: trajectories of like length in passes without padding, with a log-probability for every token of a completion;
 the same with log-probabilities only of what the policy sampled; and the attempts at one or at two tasks in one pass, with what
 they have in common once. Each computes a loss (forward and backward) and scores the batch (forward), as a step does.
-Log-probabilities and gradients must agree.
+Log-probabilities and gradients must agree. With `--checkpointing` activations are computed a second time, and on a GPU two more ways
+do that only in passes that would not fit without, as the trainer does.
 
 On a CPU (`--device cpu`) the model is tiny, everything an eighth as long, and seconds are those that one thread has computed, so
 that what else the machine does counts as little as it can. It exits with 1 if the way that the trainer
@@ -30,7 +31,7 @@ from fixed_turns import device_name, markdown, random_model, say, synchronize
 from peft import LoraConfig, get_peft_model
 from trl.trainer import add_fused_lm_head
 
-from mcp_grpo.learning import PromptSharing, SampledOnly, SharedPrompts, Unpadded
+from mcp_grpo.learning import Checkpointing, PromptSharing, SampledOnly, SharedPrompts, Unpadded
 
 
 NUM_TASKS, NUM_ATTEMPTS, MICRO_BATCH = 8, 8, 8
@@ -41,11 +42,15 @@ CLOCKS = {"cuda": time.perf_counter, "cpu": time.process_time}
 
 
 class Way(NamedTuple):
-    """How a batch is run: the size of a pass, whether tasks stay together, and whether the policy's tokens are enough."""
+    """
+    How a batch is run: the size of a pass, whether tasks stay together, whether the policy's tokens are not enough, and whether
+    passes that fit go without checkpointing.
+    """
 
     size: int
     shares: bool
     reads_all: bool
+    chooses: bool = False
 
 
 WAYS = {
@@ -54,6 +59,7 @@ WAYS = {
     "prompts once": Way(MICRO_BATCH, shares=True, reads_all=False),
     "prompts and tools once, two tasks a pass": Way(2 * NUM_ATTEMPTS, shares=True, reads_all=False),
 }
+CHOSEN = {f"{name}, checkpointing chosen": way._replace(chooses=True) for name, way in WAYS.items() if way.shares}
 BEFORE, NOW = "rows, all tokens predicted", "prompts once"
 
 
@@ -89,7 +95,7 @@ def make_batch(shorter: int, vocabulary: int, device: str) -> dict[str, torch.Te
 
 
 def run(
-    model: Any, way: Way, batch: dict[str, torch.Tensor], device: str, *, learns: bool
+    model: Any, way: Way, batch: dict[str, torch.Tensor], device: str, chosen_by: Checkpointing, *, learns: bool
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Return the seconds of passes over the batch, the log-probabilities of what was sampled, and the gradient."""
     num_tokens = batch["is_sampled"].size(1)
@@ -97,12 +103,13 @@ def run(
     if not way.shares:
         order = torch.argsort(batch["attention_mask"].sum(dim=1), descending=True)
     found = torch.zeros(len(order), num_tokens, device=device)
-    unpadded = Unpadded(model)
-    called: Callable[..., Any] = SharedPrompts(model, unpadded, num_tokens) if way.shares else unpadded
     model.zero_grad()
     synchronize(device)
     start = CLOCKS[device]()
     with torch.set_grad_enabled(learns):
+        bare = chosen_by.around(model) if way.chooses else model
+        unpadded = Unpadded(bare)
+        called: Callable[..., Any] = SharedPrompts(bare, unpadded, num_tokens) if way.shares else unpadded
         for chosen in order.split(way.size):
             rows = {name: values[chosen] for name, values in batch.items()}
             is_sampled = rows.pop("is_sampled")
@@ -136,18 +143,21 @@ def make_model(shape: str, device: str, checkpointing: bool) -> Any:
     return model
 
 
-def measure(model: Any, batch: dict[str, torch.Tensor], device: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    model: Any, ways: dict[str, Way], batch: dict[str, torch.Tensor], device: str, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Return for each way the seconds of each round, the peak of memory, and what came out."""
-    found: dict[str, dict[str, Any]] = {name: {"loss": [], "scoring": [], "peak": 0} for name in WAYS}
+    found: dict[str, dict[str, Any]] = {name: {"loss": [], "scoring": [], "peak": 0} for name in ways}
+    chosen_by = Checkpointing(is_possible=True)
     for number in range(rounds + 1):
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             each = found[name]
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            loss, each["log_probs"], each["gradient"] = run(model, way, batch, device, learns=True)
+            loss, each["log_probs"], each["gradient"] = run(model, way, batch, device, chosen_by, learns=True)
             if device == "cuda":
                 each["peak"] = max(each["peak"], torch.cuda.max_memory_allocated())
-            scoring, *_ = run(model, way, batch, device, learns=False)
+            scoring, *_ = run(model, way, batch, device, chosen_by, learns=False)
             counted = "" if number else " (not counted)"
             say(f"Round {number} of {rounds}{counted}, {name}: {loss:.2f} s and {scoring:.2f} s")
             if number:
@@ -175,7 +185,8 @@ def main() -> list[str]:
         torch.set_num_threads(1)
     model = make_model(shape, device, arguments.checkpointing)
     batch = make_batch(shorter, model.config.vocab_size, device)
-    found = measure(model, batch, device, arguments.rounds)
+    ways = WAYS | CHOSEN if arguments.checkpointing and device == "cuda" else WAYS
+    found = measure(model, ways, batch, device, arguments.rounds)
     num_sampled = batch["is_sampled"].sum()
     log_probs, gradient = (found[BEFORE][name] for name in ("log_probs", "gradient"))
     totals = {

@@ -30,6 +30,7 @@ from mcp_grpo.errors import HealthError, RolloutError, SettingsError
 from mcp_grpo.evaluation import Evaluation, EvaluationHistory, Judged, check_replayed, is_solved
 from mcp_grpo.learning import (
     AsSeen,
+    Checkpointing,
     PromptSharing,
     SampledOnly,
     ScoredOnce,
@@ -332,6 +333,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         self.reward_funcs = self._turn_rewards.functions
         self._depends_on_width = depends_on_width(policy.config)
         self._sharing = PromptSharing()
+        self._checkpointing = Checkpointing.of(self.accelerator)
         self._values = make_value_estimator(args, policy)
         self._reference = make_reference(self, policy)
         self._kl_control = make_kl_control(args)
@@ -902,9 +904,9 @@ class MCPGRPOTrainer(GRPOTrainer):
         if self._is_trimming and is_text:
             make = self._made_rows(model)
             model = AsSeen(make, self._views, logits_to_keep) if self._views else make(logits_to_keep)
-        elif self._views:
-            bare = model
-            model = AsSeen(lambda num_tokens: bare, self._views, logits_to_keep)
+        else:
+            called = self._checkpointing.around(model) if self._objective.is_guarded else model
+            model = AsSeen(lambda num_tokens: called, self._views, logits_to_keep) if self._views else called
         if self._sampled is not None:
             model = SampledOnly(model, self._sampled, logits_to_keep)
         if self._records_values:
@@ -916,9 +918,10 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     def _made_rows(self, model: Any) -> Callable[[int], Any]:
         """Return what makes a model that spends no time on padding and shared prompts, given the width of completions."""
-        unpadded = Unpadded(model, multiple=int(self.pad_to_multiple_of or 1))
+        called = self._checkpointing.around(model)
+        unpadded = Unpadded(called, multiple=int(self.pad_to_multiple_of or 1))
         is_shared = self._shares_prompts(model)
-        return lambda num_tokens: SharedPrompts(model, unpadded, num_tokens) if is_shared else unpadded
+        return lambda num_tokens: SharedPrompts(called, unpadded, num_tokens) if is_shared else unpadded
 
     def _shares_prompts(self, model: Any) -> bool:
         """Return whether a model runs what several rows of a pass begin with once."""

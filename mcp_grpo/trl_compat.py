@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers import trainer as transformers_trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl.chat_template_utils import (
@@ -77,6 +78,7 @@ __all__ = [
     "add_fused_lm_head",
     "add_response_schema",
     "attention_name",
+    "calling_instead",
     "clip_limits",
     "clipped_fraction",
     "delete_old_checkpoints",
@@ -105,6 +107,7 @@ __all__ = [
     "use_attention",
     "vllm_made_by",
     "without_bonuses",
+    "without_checkpointing",
 ]
 
 # ---- What is relied on ----
@@ -199,6 +202,10 @@ SOURCES: Mapping[Any, tuple[str, ...]] = {
         "rotate_checkpoints(\n                output_dir=run_dir,",
     ),
     GRPOTrainer.log: ("logging_backend.Table(dataframe=df)",),
+    GradientCheckpointingLayer.__call__: (
+        "if self.gradient_checkpointing and self.training:",
+        "partial(super().__call__",
+    ),
     trl_utils.print_prompt_completions_sample: ("console = Console()",),
     GRPOTrainer.__init__: ("self._dist =", "self._metrics =", "self._tokenizer =", "self.rollout_func ="),
 }
@@ -283,6 +290,37 @@ def attention_name(model: Any) -> str | None:
 def use_attention(model: Any, name: str | None) -> None:
     """Let a model use another attention. Unlike `set_attn_implementation`, ask neither the model nor the Hub."""
     model.config._attn_implementation = name
+
+
+@contextmanager
+def without_checkpointing(model: Any) -> Generator[None]:
+    """
+    Let the layers of a model keep their activations in the passes that begin meanwhile.
+
+    Each reads `gradient_checkpointing` when it is called, and not when it is called again in the backward pass.
+    """
+    layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+@contextmanager
+def calling_instead(model: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
+    """Let a model run what `make` returns, given its `forward`, which others may have replaced already."""
+    was_replaced, forward = "forward" in vars(model), model.forward
+    model.forward = make(forward)
+    try:
+        yield
+    finally:
+        if was_replaced:
+            model.forward = forward
+        else:
+            del model.forward
 
 
 @contextmanager

@@ -10,15 +10,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor.findings import Findings
 from mcp_grpo.doctor.machine import Machine
+from mcp_grpo.learning import activation_bytes
 from mcp_grpo.trl_compat import get_peft_config
 
 
 GIB = 2**30
 BYTES_IN_4_BITS = 0.56  # of a weight, with the scales of its block
-# Values that a layer keeps for a token, by hidden and by inner width, two bytes each: measured on an H200 with Qwen3-0.6B, LoRA on all linear
-# layers and bf16, where passes of 13,000 to 28,000 tokens took 0.16 to 0.20 MB a token with checkpointing, and 2.2 to 2.6 without.
-PER_HIDDEN, PER_INNER = 18, 7
-RECOMPUTED = 1.4  # layers' worth that is there at a time while activations are computed again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +69,10 @@ def estimate_memory(policy: PretrainedConfig, config: MCPGRPOConfig, model: Any,
     else:
         training = (linear + others) * (per_weight + (averages or 2 * per_weight))
         weights *= 2 if config.beta > 0 else 1  # the reference
-    text = policy.get_text_config()
     tokens = config.per_device_train_batch_size * (prompt_tokens + (config.max_completion_length or 0))
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    inner = max(cast("Any", inner)) if isinstance(inner, list | tuple) else inner  # by layer, in some models
-    layer = 2 * (PER_HIDDEN * text.hidden_size + PER_INNER * inner)
-    # Logits are never whole, and only those of what the policy sampled are computed.
-    kept = 2 * text.hidden_size * text.num_hidden_layers + RECOMPUTED * layer
-    activations = tokens * (kept if config.gradient_checkpointing else layer * text.num_hidden_layers)
+    per_token = activation_bytes(policy)
+    # What is needed at least: passes that fit go without checkpointing.
+    activations = tokens * (per_token.computed_again if config.gradient_checkpointing else per_token.kept)
     is_inside = config.use_vllm and config.vllm_mode == "colocate"
     return Estimate(
         weights=weights / GIB,

@@ -1,6 +1,7 @@
 """The learning signal: trajectories or tensors in, tensors and metrics out."""
 
 from mcp_grpo.learning.advantages import MODES_WITH_VALUES, flat_turns, returns_to_go, to_tokens, turn_columns
+from mcp_grpo.learning.checkpointing import Checkpointing, activation_bytes
 from mcp_grpo.learning.columns import ends_cut, rollout_columns, row_columns, sampled_column, token_columns, turns_of
 from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
@@ -25,6 +26,7 @@ from mcp_grpo.learning.views import AsSeen, Views
 __all__ = [
     "MODES_WITH_VALUES",
     "AsSeen",
+    "Checkpointing",
     "KLControl",
     "MovingReference",
     "Objective",
@@ -38,6 +40,7 @@ __all__ = [
     "ValueEstimator",
     "ValueRecorder",
     "Views",
+    "activation_bytes",
     "add_value_head",
     "by_length",
     "by_prompt",

@@ -96,7 +96,7 @@ class VLLMBackend(VLLMGeneration):
     def wake_up(self) -> None:
         """Wake the engine to sample, if it sleeps while the policy trains."""
         if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
 
     def sleep(self) -> None:
         """Free memory for training, if the engine sleeps then."""
@@ -104,6 +104,12 @@ class VLLMBackend(VLLMGeneration):
             # Merged weights are sent again next time; those below an adapter are kept.
             self.llm.sleep(level=1 if self.sends_adapters else 2)
             self._llm_weights_sleeping = True
+
+    def _wake(self, part: str) -> None:
+        """Give the engine memory for one of its parts, also what torch keeps of the last passes: it cannot ask torch for that."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.llm.wake_up(tags=[part])
 
     @property
     def is_asleep(self) -> bool:
@@ -219,7 +225,7 @@ class VLLMBackend(VLLMGeneration):
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         if self.is_asleep:
-            self.llm.wake_up(tags=["weights"])
+            self._wake("weights")
             self._llm_weights_sleeping = False
         engine, old = self.llm.llm_engine, self._adapter
         folder = self._written_adapter()

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
 
+from mcp_grpo.learning import Checkpointing
+from mcp_grpo.learning.checkpointing import DeviceMemory
 from mcp_grpo.learning.value_head import ValueRecorder, add_value_head, load_value_head, save_value_head
 from mcp_grpo.learning.values import turn_weights, value_loss
 
@@ -24,6 +26,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp_unused": {"unused": True},
     "ddp_lora": {"lora": True},
     "ddp_lora_checkpointing": {"lora": True, "checkpointing": True},
+    "ddp_lora_kept_by_one": {"lora": True, "checkpointing": True, "memory": {0: 10**12, 1: 10**3}},
+    "ddp_lora_kept_by_all": {"lora": True, "checkpointing": True, "memory": {0: 10**12, 1: 10**12}},
+    "ddp_lora_out_of_memory": {"lora": True, "checkpointing": True, "memory": {0: 10**12, 1: 10**12}, "fails": 0},
     "fsdp": {"sharded": True},
     "fsdp_lora": {"sharded": True, "lora": True},
 }
@@ -74,6 +79,31 @@ def loss_of(model: Any, rows: slice, num_processes: int) -> torch.Tensor:
     return policy_loss + 0.5 * value_loss(values, returns[rows], turn_ids[rows], num_turns=num_turns, max_turns=3)
 
 
+class Memory(DeviceMemory):
+    """Memory of a device that is not here."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def free(self, device: torch.device) -> int:
+        return self._size
+
+
+def called(model: Any, variant: dict[str, Any]) -> Any:
+    """What each process calls instead of a model, by its own memory; on one, activations that are kept do not fit after all."""
+    if "memory" not in variant:
+        return model
+    layer = model.module.get_base_model().model.layers[-1]
+
+    def fail(*_: Any) -> None:
+        if not layer.gradient_checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    if variant.get("fails") == dist.get_rank():
+        layer.register_forward_pre_hook(fail)
+    return Checkpointing(is_possible=True, memory=Memory(variant["memory"][dist.get_rank()])).around(model)
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {
@@ -101,7 +131,7 @@ def differences(variant: dict[str, Any]) -> dict[str, Any]:
     model = wrapped(policy(variant), variant)
     for _ in range(2):  # what one backward pass leaves undone shows in the next
         model.zero_grad()
-        loss_of(model, slice(dist.get_rank(), None, world), world).backward()
+        loss_of(called(model, variant), slice(dist.get_rank(), None, world), world).backward()
     found = gradients(model)
     assert found.keys() == expected.keys()
     results: dict[str, Any] = {"policy": 0.0, "head": 0.0, "ranks": 0.0, "policy_size": 0.0, "head_size": 0.0}

@@ -28,7 +28,13 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / "value_ranks" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("variant", ["ddp", "ddp_unused", "ddp_lora", "ddp_lora_checkpointing", "fsdp", "fsdp_lora"])
+ADAPTERS = (
+    "ddp_lora",
+    *(f"ddp_lora_{how}" for how in ("checkpointing", "kept_by_one", "kept_by_all", "out_of_memory")),
+)
+
+
+@pytest.mark.parametrize("variant", ["ddp", "ddp_unused", *ADAPTERS, "fsdp", "fsdp_lora"])
 def test_gradients_of_policy_and_head_are_those_of_one_process(reports: list[dict[str, Any]], variant: str) -> None:
     for report in (report[variant] for report in reports):
         assert report["ranks"] == 0
