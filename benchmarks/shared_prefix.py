@@ -1,11 +1,11 @@
 """
 Ask what it saves to run each prompt once for all attempts at it.
 
-    python benchmarks/shared_prefix.py [--device cuda] [--checkpointing] [--json figures.json]
+    python benchmarks/shared_prefix.py [--device cuda] [--checkpointing] [--model FOLDER] [--json figures.json]
 
 The batch is like one of the desk: 8 tasks with 8 attempts each, prompts of 1,300 to 1,900 tokens of which the first 1,000 are
 those of the tools, the same for all tasks, and completions of 1,100 to 1,400 on average, of which the policy has sampled one
-token in eight. The model has random weights and an adapter (LoRA, r = 16 on all linear layers). The ways see the same tokens,
+token in eight. The model has random weights, or those in a folder, and an adapter (LoRA, r = 16 on all linear layers). The ways see the same tokens,
 turn by turn: trajectories of like length in passes without padding, with a log-probability for every token of a completion;
 the same with log-probabilities only of what the policy sampled; and the attempts at one or at two tasks in one pass, with what
 they have in common once. Each computes a loss (forward and backward) and scores the batch (forward), as a step does.
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from fixed_turns import device_name, markdown, random_model, say, synchronize
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.learning import Checkpointing, PromptSharing, SampledOnly, SharedPrompts, Unpadded
@@ -125,10 +126,12 @@ def run(
     return seconds, found, torch.cat(gradients) if gradients else torch.zeros(0)
 
 
-def make_model(shape: str, device: str, checkpointing: bool) -> Any:
-    """Return a random model with an adapter that is not zero, which can share prompts."""
+def make_model(shape: str, device: str, checkpointing: bool, folder: str | None) -> Any:
+    """Return a model with an adapter that is not zero, which can share prompts; a random one unless it is in a folder."""
     torch.manual_seed(0)
     model: Any = random_model(shape, device)
+    if folder is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(device)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(model, adapter)
@@ -176,6 +179,7 @@ def main() -> list[str]:
     parser = argparse.ArgumentParser(description="Ask what it saves to run each prompt once for all attempts at it.")
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations a second time")
+    parser.add_argument("--model", metavar="FOLDER", help="with trained weights, instead of a random one")
     parser.add_argument("--rounds", type=int, default=3, help="of each, after one to warm up")
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
@@ -183,7 +187,7 @@ def main() -> list[str]:
     shape, shorter = SHAPES[device]
     if device == "cpu":
         torch.set_num_threads(1)
-    model = make_model(shape, device, arguments.checkpointing)
+    model = make_model(shape, device, arguments.checkpointing, arguments.model)
     batch = make_batch(shorter, model.config.vocab_size, device)
     ways = WAYS | CHOSEN if arguments.checkpointing and device == "cuda" else WAYS
     found = measure(model, ways, batch, device, arguments.rounds)
@@ -198,7 +202,7 @@ def main() -> list[str]:
         each["off"] = float((each.pop("log_probs") - log_probs).abs().sum() / num_sampled)
         each["gradient_off"] = float((each.pop("gradient") - gradient).norm() / gradient.norm())
     say(
-        f"{device_name(device)}, {shape}: {int(batch['attention_mask'].sum()):,} tokens as rows, {int(num_sampled):,} sampled.",
+        f"{device_name(device)}, {arguments.model or shape}: {int(batch['attention_mask'].sum()):,} tokens as rows, {int(num_sampled):,} sampled.",
         "",
         markdown(
             ["", "loss, s", "scoring, s", "together, of the first", "peak, GiB", "nats per token off", "gradient off"],

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import LEDGER_FILE, Ledger
 from mcp_grpo.train.plan import STAGES
 from mcp_grpo.train.settings import warm_up_settings
+from mcp_grpo.types import Trajectory
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -226,3 +228,28 @@ def test_a_policy_that_cannot_call_is_warmed_up_and_refused_if_that_is_for_nothi
     said = capsys.readouterr().out
     assert "After a warm start: Of" in said
     assert "the model before its warm start 0.0%" in said
+
+
+@pytest.mark.full
+def test_a_policy_that_calls_and_never_succeeds_is_warmed_up(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at, look = list[int](), stages.Stages._look
+
+    def fails_at_first(self: stages.Stages) -> list[Trajectory]:
+        attempts = look(self)
+        looked_at.append(len(attempts))
+        return (
+            [replace(each, task=replace(each.task, answer="never")) for each in attempts]
+            if len(looked_at) == 1
+            else attempts
+        )
+
+    monkeypatch.setattr(stages.Stages, "_look", fails_at_first)
+    chosen = {"max_steps": 1, "learning_rate": 1e-6}
+    monkeypatch.setattr(stages, "warm_up_settings", lambda *args, **how: warm_up_settings(*args, **how) | chosen)
+    assert main(command(place, "unlucky")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The policy succeeded in none of these attempts." in said
+    assert "Warming up on the solutions of 54 tasks, 1 steps." in said
+    assert "After a warm start: Of" in said
