@@ -32,7 +32,7 @@ import importlib.util
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ VALUE_HEAD = {"value_learning_rate": 5e-3}  # runs are short
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "max_completion_length": 320,
+    "max_turn_tokens": 32,  # three times what a call takes; a batch waits for those that ramble
     "scale_rewards": "batch",
     "record_trajectories": False,
     "on_unhealthy": "warn",
@@ -215,6 +216,12 @@ def rewards_of_steps(completion: Completion, subject: str, steps: list[str]) -> 
     return rewards
 
 
+def short_tasks() -> TaskSet:
+    """The quickstart's tasks, with fewer to judge by."""
+    tasks = quickstart_tasks()
+    return replace(tasks, held_out=tasks.held_out[:NUM_HELD_OUT])
+
+
 # ---- Models to start from ----
 
 
@@ -352,7 +359,7 @@ REGIMES = {
         ways=ADVANTAGES,
         settings={"num_generations": 2},
     ),
-    "form": Regime(base="form_base", tasks=quickstart_tasks, ways=FORMS),
+    "form": Regime(base="form_base", tasks=short_tasks, ways=FORMS),
     "small_end": Regime(
         base="chain_base",
         tasks=partial(chain_tasks, rewards_turns=False),
