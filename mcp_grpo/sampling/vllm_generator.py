@@ -149,8 +149,12 @@ class VLLMGenerator:
 
 
 def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+    # Not from `vllm` itself, which looks for it anew each time.
+    from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     constraint = sampling.constraint
     return SamplingParams(
@@ -163,6 +167,7 @@ def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if constraint is None else StructuredOutputsParams(grammar=constraint.text),
+        skip_clone=True,  # they are of one request only
     )
 
 
