@@ -31,7 +31,7 @@ class Memory(DeviceMemory):
 
     def taken(self, device: torch.device) -> int:
         self.num_asked += 1
-        return self.per_pass * self.num_asked
+        return self.per_pass * self.num_asked  # once before a pass, once after it
 
 
 def policy(*, adapter: bool = False, reentrant: bool = False) -> Any:
@@ -172,18 +172,19 @@ def test_weights_that_are_shared_out_are_left_alone(kind: DistributedType) -> No
     assert Checkpointing.of(accelerator).around(model) is model
 
 
-def test_there_is_nothing_to_choose_without_gradients_or_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_nothing_to_choose_without_gradients_or_knowledge_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     checkpointing = Checkpointing(is_possible=True, memory=Memory(PLENTY))
     assert checkpointing.around(model) is not model
     with torch.no_grad():
         assert checkpointing.around(model) is model
     assert checkpointing.around(model.eval()) is model
-    model.train().gradient_checkpointing_disable()
-    assert checkpointing.around(model) is model
-    model.gradient_checkpointing_enable()
+    model.train()
+    assert Checkpointing(is_possible=True, memory=Memory(None)).around(model) is model
     monkeypatch.setattr("mcp_grpo.learning.checkpointing.KEEP_ACTIVATIONS", False)
-    assert Checkpointing(is_possible=True, memory=Memory(PLENTY)).around(model) is model
+    assert times_computed(model, Checkpointing(is_possible=True, memory=Memory(PLENTY))) == 2
+    model.gradient_checkpointing_disable()
+    assert times_computed(model, Checkpointing(is_possible=True, memory=Memory(LITTLE))) == 1
 
 
 def test_a_device_that_does_not_say_what_is_free_has_checkpointing() -> None:
