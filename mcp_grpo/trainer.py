@@ -604,7 +604,8 @@ class MCPGRPOTrainer(GRPOTrainer):
         """Return the passes of a batch with the rows in the order that takes least time, and choose how many to join."""
         if not self._shares_prompts(self.model):
             return rows.by_length()
-        capacity = NO_CAPACITY if self._views else self._checkpointing.capacity(self.model)
+        with self.accelerator.autocast():
+            capacity = NO_CAPACITY if self._views else self._checkpointing.capacity(self.model)
         num_joined = torch.tensor([rows.num_joined(capacity)], device=self.accelerator.device)
         self._num_joined = int(self.accelerator.gather(num_joined).min())
         if self._num_joined > 1 and not self._has_joined:

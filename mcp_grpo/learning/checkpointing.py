@@ -69,7 +69,7 @@ class DeviceMemory:
     """Memory of a GPU, in bytes. Other devices do not say how much they have, which is `None`."""
 
     def free(self, device: torch.device) -> int | None:
-        """Return what tensors may take: what nobody has, such as what an engine that sleeps gave back, and what torch has and does not use."""
+        """Return what nobody has, such as what an engine that sleeps gave back, and what torch has and does not use."""
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -88,8 +88,9 @@ class Checkpointing:
     A pass fits if its tokens take no more than `FILLED` of the memory that is free. How much a token takes is an estimate, until
     a pass has shown it; the longest one counts. Where a pass that keeps its activations leaves too little memory for its backward
     pass, it is run again with checkpointing, before anything was learnt from it; where it runs out of memory, too, and then no other
-    one goes without. Only running out in the backward pass ends the run, as it would have: gradients are half added by then.
-    Numbers are the same either way.
+    one goes without. Running out in the backward pass ends the run: gradients are half added by then. Numbers are the same either way.
+
+    What was measured also tells how many tokens fit into a pass that several became, for [`BatchRows`].
 
     DeepSpeed and FSDP are left as they are. Both fetch weights layer by layer, again where a layer is computed again, in an order that all
     processes must keep; and these would choose by their own memory. FSDP has a checkpointing of its own beside it. With plain data
