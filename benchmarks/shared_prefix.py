@@ -7,9 +7,9 @@ The batch is like one of the desk: 8 tasks with 8 attempts each, prompts of 1,30
 those of the tools, the same for all tasks, and completions of 1,100 to 1,400 on average, of which the policy has sampled one
 token in eight. The model has random weights, or those in a folder, and an adapter (LoRA, r = 16 on all linear layers). The ways see the same tokens,
 turn by turn: trajectories of like length in passes without padding, with a log-probability for every token of a completion;
-the same with log-probabilities only of what the policy sampled; and the attempts at one or at two tasks in one pass, with what
+the same with log-probabilities only of what the policy sampled; and the attempts at half a task to four tasks in one pass, with what
 they have in common once. Each computes a loss (forward and backward) and scores the batch (forward), as a step does.
-Log-probabilities and gradients must agree. With `--checkpointing` activations are computed a second time, and on a GPU two more ways
+Log-probabilities and gradients must agree. With `--checkpointing` activations are computed a second time, and on a GPU more ways
 do that only in passes that would not fit without, as the trainer does.
 
 On a CPU (`--device cpu`) the model is tiny, everything an eighth as long, and seconds are those that one thread has computed, so
@@ -58,7 +58,9 @@ WAYS = {
     "rows, all tokens predicted": Way(MICRO_BATCH, shares=False, reads_all=True),
     "rows": Way(MICRO_BATCH, shares=False, reads_all=False),
     "prompts once": Way(MICRO_BATCH, shares=True, reads_all=False),
+    "prompts once, half a task a pass": Way(NUM_ATTEMPTS // 2, shares=True, reads_all=False),
     "prompts and tools once, two tasks a pass": Way(2 * NUM_ATTEMPTS, shares=True, reads_all=False),
+    "prompts and tools once, four tasks a pass": Way(4 * NUM_ATTEMPTS, shares=True, reads_all=False),
 }
 CHOSEN = {f"{name}, checkpointing chosen": way._replace(chooses=True) for name, way in WAYS.items() if way.shares}
 BEFORE, NOW = "rows, all tokens predicted", "prompts once"

@@ -29,7 +29,9 @@ from mcp_grpo.config_checks import check_arguments, check_without_servers
 from mcp_grpo.errors import HealthError, RolloutError, SettingsError
 from mcp_grpo.evaluation import Evaluation, EvaluationHistory, Judged, check_replayed, is_solved
 from mcp_grpo.learning import (
+    NO_CAPACITY,
     AsSeen,
+    BatchRows,
     Checkpointing,
     PromptSharing,
     SampledOnly,
@@ -39,11 +41,10 @@ from mcp_grpo.learning import (
     Unpadded,
     ValueRecorder,
     Views,
-    by_length,
-    by_prompt,
     depends_on_width,
     ends_cut,
     flat_turns,
+    joined,
     load_value_head,
     returns_to_go,
     rollout_columns,
@@ -117,6 +118,7 @@ from mcp_grpo.trl_compat import (
     give_bias,
     inert_tables,
     loss_weights,
+    of_fewer_passes,
     policy_pass,
     save_checkpoint_apart,
     send_only,
@@ -334,6 +336,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._depends_on_width = depends_on_width(policy.config)
         self._sharing = PromptSharing()
         self._checkpointing = Checkpointing.of(self.accelerator)
+        self._num_joined, self._has_joined = 1, False  # passes of a batch that are run as one, and whether any were
         self._values = make_value_estimator(args, policy)
         self._reference = make_reference(self, policy)
         self._kl_control = make_kl_control(args)
@@ -588,12 +591,27 @@ class MCPGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Columns:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        batches = self._buffered_inputs
-        if batches is before or "pixel_values" in inputs or not self._is_trimming or not self._is_sum_of_rows:
+        if not self.model.training:
             return inputs
-        arranged = by_prompt if self._shares_prompts(self.model) else by_length
-        self._buffered_inputs = arranged(batches)  # all of one update: see `check_arguments`
-        return self._buffered_inputs[self._step % len(batches)]
+        batches = self._buffered_inputs
+        if batches is not before:
+            self._num_joined = 1
+            if "pixel_values" not in inputs and self._is_trimming and self._is_sum_of_rows:
+                self._buffered_inputs = self._arranged(BatchRows(batches))  # all of one update: see `check_arguments`
+        return joined(self._buffered_inputs, self._step % len(batches), self._num_joined)
+
+    def _arranged(self, rows: BatchRows) -> list[Columns]:
+        """Return the passes of a batch with the rows in the order that takes least time, and choose how many to join."""
+        if not self._shares_prompts(self.model):
+            return rows.by_length()
+        with self.accelerator.autocast():
+            capacity = NO_CAPACITY if self._views else self._checkpointing.capacity(self.model)
+        num_joined = torch.tensor([rows.num_joined(capacity)], device=self.accelerator.device)
+        self._num_joined = int(self.accelerator.gather(num_joined).min())
+        if self._num_joined > 1 and not self._has_joined:
+            self._has_joined = True
+            logger.info("Passes fit together: %d of them are run as one, where memory allows it.", self._num_joined)
+        return rows.by_prompt(self._num_joined)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Columns:
         if self._collector is not None:
@@ -830,6 +848,8 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Columns) -> torch.Tensor:
         objective, is_training = self._objective, self.model.training
+        if not inputs:  # they are in a later pass
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         if objective.is_plain:
             return super()._compute_loss(model, inputs)
         self._records_values = self._values is not None
@@ -856,10 +876,11 @@ class MCPGRPOTrainer(GRPOTrainer):
         with (
             loss_weights(self, beta=beta, more_entropy=objective.bootstrap.entropy_coef * strength),
             self._given(output),
+            of_fewer_passes(self, self._num_joined if is_training else 1),
         ):
             loss = super()._compute_loss(model, settled.inputs)
             without_bonus = without_bonuses(self, loss.detach())
-        denominator = LossDenominator.of(self, settled.inputs)
+            denominator = LossDenominator.of(self, settled.inputs)
         if objective.is_guarded:
             policy_loss = objective.policy_term(
                 without_bonus, logps, settled.inputs, beta=beta, denominator=denominator
@@ -880,6 +901,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             denominator=denominator,
             strength=strength,
             learn=is_training,
+            num_passes=self._num_joined if is_training else 1,
         )
         if "value" in terms and not is_training:
             value_loss = terms["value"].detach() / objective.value_loss_coef if objective.value_loss_coef else 0.0

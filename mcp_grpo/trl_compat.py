@@ -93,6 +93,7 @@ __all__ = [
     "is_async_callable",
     "is_chat_template_prefix_preserving",
     "loss_weights",
+    "of_fewer_passes",
     "parse_response",
     "policy_for_generation",
     "policy_pass",
@@ -259,6 +260,21 @@ def loss_weights(trainer: Any, *, beta: float, more_entropy: float) -> Generator
         if more_entropy:
             trainer.entropy_coef = before["entropy_coef"]
             trainer._entropy_bonus_enabled = before["_entropy_bonus_enabled"]
+
+
+@contextmanager
+def of_fewer_passes(trainer: Any, num_joined: int) -> Generator[None]:
+    """Let TRL's loss read that an update has so many times fewer passes, each with so many times as many rows."""
+    if num_joined == 1:
+        yield
+        return
+    accumulation, steps = trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation
+    trainer.current_gradient_accumulation_steps = accumulation // num_joined
+    trainer.args.steps_per_generation = steps // num_joined
+    try:
+        yield
+    finally:
+        trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = accumulation, steps
 
 
 def give_values(model: Any, output_type: Any) -> None:

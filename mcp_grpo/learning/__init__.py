@@ -1,14 +1,15 @@
 """The learning signal: trajectories or tensors in, tensors and metrics out."""
 
 from mcp_grpo.learning.advantages import MODES_WITH_VALUES, flat_turns, returns_to_go, to_tokens, turn_columns
-from mcp_grpo.learning.checkpointing import Checkpointing, activation_bytes
+from mcp_grpo.learning.checkpointing import NO_CAPACITY, Checkpointing, activation_bytes
 from mcp_grpo.learning.columns import ends_cut, rollout_columns, row_columns, sampled_column, token_columns, turns_of
 from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
-from mcp_grpo.learning.padding import SampledOnly, Unpadded, by_length, depends_on_width
+from mcp_grpo.learning.padding import SampledOnly, Unpadded, depends_on_width
+from mcp_grpo.learning.passes import BatchRows, joined
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.scored_once import ScoredOnce
-from mcp_grpo.learning.shared_prompts import PromptSharing, SharedPrompts, by_prompt
+from mcp_grpo.learning.shared_prompts import PromptSharing, SharedPrompts
 from mcp_grpo.learning.token_metrics import TokenMetrics, ratio_edges, token_metrics
 from mcp_grpo.learning.turn_rewards import TurnRewards
 from mcp_grpo.learning.value_head import (
@@ -25,7 +26,9 @@ from mcp_grpo.learning.views import AsSeen, Views
 
 __all__ = [
     "MODES_WITH_VALUES",
+    "NO_CAPACITY",
     "AsSeen",
+    "BatchRows",
     "Checkpointing",
     "KLControl",
     "MovingReference",
@@ -42,11 +45,10 @@ __all__ = [
     "Views",
     "activation_bytes",
     "add_value_head",
-    "by_length",
-    "by_prompt",
     "depends_on_width",
     "ends_cut",
     "flat_turns",
+    "joined",
     "load_value_head",
     "ratio_edges",
     "returns_to_go",

@@ -12,7 +12,9 @@ from mcp_grpo.trl_compat import calling_instead, without_checkpointing
 
 
 KEEP_ACTIVATIONS = True  # where they fit; `False` computes them again in every pass, as `gradient_checkpointing` says
-FILLED = 0.6  # of the memory that is free, at most
+FILLED = 0.6  # of the memory that is free, at most, by the activations of a pass that keeps them
+JOIN_PASSES = True  # where it pays and fits; `False` never does
+JOINED = 0.5  # of the memory that is free, at most, by a pass that several became
 # Values that a layer keeps for a token, by hidden and by inner width, two bytes each: measured on an H200 with Qwen3-0.6B, LoRA on all linear
 # layers and bf16, where passes of 13,000 to 28,000 tokens took 0.16 to 0.20 MB a token with checkpointing, and 2.2 to 2.6 without.
 PER_HIDDEN, PER_INNER = 18, 7
@@ -53,11 +55,21 @@ def activation_bytes(config: Any, itemsize: int = 2) -> PerToken:
     return PerToken(layer * text.num_hidden_layers, inputs + RECOMPUTED * layer, layer)
 
 
+class Capacity(NamedTuple):
+    """Tokens that fit into a pass, if it keeps its activations, and if it computes them again."""
+
+    kept: float
+    computed_again: float
+
+
+NO_CAPACITY = Capacity(0, 0)
+
+
 class DeviceMemory:
     """Memory of a GPU, in bytes. Other devices do not say how much they have, which is `None`."""
 
     def free(self, device: torch.device) -> int | None:
-        """Return what tensors may take: what nobody has, such as what an engine that sleeps gave back, and what torch has and does not use."""
+        """Return what nobody has, such as what an engine that sleeps gave back, and what torch has and does not use."""
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -74,10 +86,11 @@ class Checkpointing:
     Lets a model that has gradient checkpointing go without it in passes that fit: no layer is computed twice there.
 
     A pass fits if its tokens take no more than `FILLED` of the memory that is free. How much a token takes is an estimate, until
-    a pass that kept its activations has shown it; the longest one counts. Where such a pass leaves too little memory for its backward
+    a pass has shown it; the longest one counts. Where a pass that keeps its activations leaves too little memory for its backward
     pass, it is run again with checkpointing, before anything was learnt from it; where it runs out of memory, too, and then no other
-    one goes without. Only running out in the backward pass ends the run, as it would have: gradients are half added by then.
-    Numbers are the same either way.
+    one goes without. Running out in the backward pass ends the run: gradients are half added by then. Numbers are the same either way.
+
+    What was measured also tells how many tokens fit into a pass that several became, for [`BatchRows`].
 
     DeepSpeed and FSDP are left as they are. Both fetch weights layer by layer, again where a layer is computed again, in an order that all
     processes must keep; and these would choose by their own memory. FSDP has a checkpointing of its own beside it. With plain data
@@ -91,11 +104,11 @@ class Checkpointing:
     """
 
     def __init__(self, *, is_possible: bool, memory: DeviceMemory | None = None) -> None:
-        self._is_possible = is_possible and KEEP_ACTIVATIONS
+        self._is_possible = is_possible
+        self._keeps = KEEP_ACTIVATIONS
         self._memory = memory or DeviceMemory()
-        self._measured: tuple[int, int] | None = (
-            None  # tokens of the longest pass that kept activations, and bytes it took
-        )
+        # By whether activations were kept: tokens of the longest pass, and the bytes that it left to the backward pass.
+        self._measured: dict[bool, tuple[int, int]] = {}
         self._said: set[bool] = set()
 
     @classmethod
@@ -105,11 +118,12 @@ class Checkpointing:
         return cls(is_possible=is_whole)
 
     def around(self, model: Any) -> Any:
-        """Return what to call instead of a model; outside of passes with gradients, and without checkpointing, itself."""
+        """Return what to call instead of a model; outside of passes with gradients and where memory is not known, itself."""
         bare = getattr(model, "module", model)
-        if not (self._is_possible and torch.is_grad_enabled() and bare.training and bare.is_gradient_checkpointing):
+        if not (self._is_possible and torch.is_grad_enabled() and bare.training):
             return model
-        if any(hasattr(each, "_orig_mod") for each in model.modules()):
+        is_compiled = any(hasattr(each, "_orig_mod") for each in model.modules())
+        if is_compiled or self._memory.free(_device(bare)) is None:
             return model
 
         def call(**inputs: Any) -> Any:
@@ -119,19 +133,43 @@ class Checkpointing:
 
         return call
 
+    def capacity(self, model: Any) -> Capacity:
+        """
+        Return how many tokens may be in a pass that several became. Before a pass was measured, none.
+
+        Args:
+            model (`torch.nn.Module`):
+                The policy.
+        """
+        bare = getattr(model, "module", model)
+        device = _device(bare)
+        free = self._memory.free(device)
+        if not (JOIN_PASSES and self._is_possible and self._measured and free):
+            return NO_CAPACITY
+        left = JOINED * free - _new_gradients(bare)
+        layer = RECOMPUTED * self._per_layer(bare, device)
+        kept, again = (left / (self._per_token(bare, device, is_kept) + layer) for is_kept in (True, False))
+        has_both = bare.is_gradient_checkpointing
+        return Capacity(kept if self._keeps or not has_both else 0, again if has_both else 0)
+
     def _run(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run a pass in the way that fits."""
         device, num_tokens = inputs["input_ids"].device, inputs["input_ids"].numel()
         output = None
-        if self._fits(model, num_tokens, device):
+        if model.is_gradient_checkpointing and self._fits(model, num_tokens, device):
             output = self._kept(model, forward, inputs, num_tokens, device)
-        return forward(**inputs) if output is None else output
+        if output is not None:
+            return output
+        before = self._memory.taken(device)
+        output = forward(**inputs)
+        self._measure(num_tokens, self._memory.taken(device) - before, is_kept=not model.is_gradient_checkpointing)
+        return output
 
     def _fits(self, model: Any, num_tokens: int, device: torch.device) -> bool:
         free = self._memory.free(device)
-        if free is None or not self._is_possible:
+        if free is None or not self._keeps:
             return False
-        needed = num_tokens * self._per_token(model, device) + self._for_backward(model, num_tokens, device)
+        needed = num_tokens * self._per_token(model, device, True) + self._for_backward(model, num_tokens, device)
         is_kept = needed <= FILLED * free
         if is_kept not in self._said:
             self._said.add(is_kept)
@@ -153,27 +191,45 @@ class Checkpointing:
             with without_checkpointing(model):
                 output = forward(**inputs)
         except torch.OutOfMemoryError as error:
-            self._is_possible = False
+            self._keeps = False
             reason = str(error).splitlines()[:1]
             logger.warning("A pass without gradient checkpointing did not fit; from now on, all have it. %s", *reason)
             return None
-        taken = self._memory.taken(device) - before
-        if taken > 0 and (self._measured is None or num_tokens >= self._measured[0]):
-            self._measured = num_tokens, taken
+        self._measure(num_tokens, self._memory.taken(device) - before, is_kept=True)
         left = self._memory.free(device)
         return output if left is None or left >= self._for_backward(model, num_tokens, device) else None
 
-    def _per_token(self, model: Any, device: torch.device) -> float:
-        if self._measured is not None:
-            num_tokens, taken = self._measured
+    def _measure(self, num_tokens: int, taken: int, *, is_kept: bool) -> None:
+        if taken > 0 and num_tokens >= self._measured.get(is_kept, (0, 0))[0]:
+            self._measured[is_kept] = num_tokens, taken
+
+    def _per_token(self, model: Any, device: torch.device, is_kept: bool) -> float:
+        """Return the bytes that a forward pass leaves to the backward pass, for each token."""
+        if is_kept in self._measured:
+            num_tokens, taken = self._measured[is_kept]
             return taken / num_tokens
-        return activation_bytes(model.config, _itemsize(model, device)).kept
+        per_token = activation_bytes(model.config, _itemsize(model, device))
+        return per_token.kept if is_kept else per_token.computed_again - RECOMPUTED * per_token.layer
+
+    def _per_layer(self, model: Any, device: torch.device) -> float:
+        """Return those of one layer."""
+        estimated = activation_bytes(model.config, _itemsize(model, device)).layer
+        num_tokens, taken = self._measured.get(True, (1, 0))
+        return max(estimated, taken / num_tokens / model.config.get_text_config().num_hidden_layers)
 
     def _for_backward(self, model: Any, num_tokens: int, device: torch.device) -> float:
-        """Return what a backward pass takes beside the activations: gradients of weights that have none yet, and of a layer."""
-        weights = (each for each in model.parameters() if each.requires_grad and each.grad is None)
-        layer = activation_bytes(model.config, _itemsize(model, device)).layer
-        return sum(each.numel() * each.element_size() for each in weights) + RECOMPUTED * num_tokens * layer
+        """Return what a backward pass takes beside what the forward pass left."""
+        return _new_gradients(model) + RECOMPUTED * num_tokens * self._per_layer(model, device)
+
+
+def _new_gradients(model: Any) -> int:
+    """Return the bytes of the gradients of weights that have none yet."""
+    weights = (each for each in model.parameters() if each.requires_grad and each.grad is None)
+    return sum(each.numel() * each.element_size() for each in weights)
+
+
+def _device(model: Any) -> torch.device:
+    return model.get_input_embeddings().weight.device
 
 
 def _itemsize(model: Any, device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Passes through a model that spend no time on padding, nor on predictions that nobody reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -77,13 +77,6 @@ class SampledOnly:
         is_sampled, self._left = self._left[: len(labels)], self._left[len(labels) :]
         is_read = pad(is_sampled, (labels.size(1) - is_sampled.size(1), 0)) > 0
         return self._model(labels=labels.masked_fill(~is_read, -100), **kwargs)
-
-
-def by_length(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put rows of similar length into one pass, the longest first; as many passes with as many rows as before."""
-    masks = [torch.cat([batch[name] for batch in batches]) for name in ("prompt_mask", "completion_mask")]
-    lengths = sum(mask.sum(dim=1) for mask in masks)
-    return in_order(batches, torch.argsort(cast("torch.Tensor", lengths), descending=True, stable=True))
 
 
 def in_order(batches: Sequence[dict[str, Any]], order: torch.Tensor) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.learning.padding import PER_TOKEN, Unpadded, by_length, in_order
+from mcp_grpo.learning.padding import PER_TOKEN, Unpadded
 from mcp_grpo.trl_compat import attention_name, use_attention
 
 
@@ -298,31 +298,6 @@ class SharedPrompts:
 
 def _put_back(found: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return found.new_zeros(shape.numel()).index_copy(0, places, found).view(shape)
-
-
-def by_prompt(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put rows with the same prompt into one pass, where that saves enough, and else rows of similar length."""
-    prompts = torch.cat([batch["prompt_ids"] for batch in batches])
-    prompt_lengths, own = (
-        torch.cat([batch[name] for batch in batches]).sum(dim=1) for name in ("prompt_mask", "completion_mask")
-    )
-    _, groups = torch.unique(prompts, dim=0, return_inverse=True)
-    longest = torch.zeros_like(own).scatter_reduce(0, groups, prompt_lengths + own, "amax")
-    # By the longest of their group, then by group, then by length: each sort keeps the order of those before it.
-    order = torch.argsort(prompt_lengths + own, descending=True, stable=True)
-    order = order[torch.argsort(groups[order], stable=True)]
-    order = order[torch.argsort(longest[groups[order]], descending=True, stable=True)]
-    size = len(batches[0]["prompt_ids"])
-    packed = own.sum() + sum(prompt_lengths[_firsts(groups, rows)].sum() + len(rows) for rows in order.split(size))
-    lengths = torch.sort(prompt_lengths + own, descending=True).values
-    padded = sum(each.amax() * len(each) for each in lengths.split(size))
-    return by_length(batches) if packed > (1 - MIN_SAVED) * padded else in_order(batches, order)
-
-
-def _firsts(groups: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the first of the rows of each group."""
-    found = groups[rows]
-    return rows[(found[:, None] == found[None]).int().argmax(dim=1).unique()]
 
 
 # ---- Which models can ----

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,26 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
-from mcp_grpo.learning import shared_prompts
+from mcp_grpo.learning import checkpointing, shared_prompts
 from mcp_grpo.learning.advantages import hybrid
+from mcp_grpo.learning.checkpointing import DeviceMemory
 
 
 hybrid.WARMUP_BATCHES = 0  # `advantage_mode="hybrid"` relies on the value head at once
+
+
+class Memory(DeviceMemory):
+    """Memory of a device that is not here, of which each pass takes something."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._taken = size, 0
+
+    def free(self, device: Any) -> int:
+        return self._size
+
+    def taken(self, device: Any) -> int:
+        self._taken += 1000
+        return self._taken
 
 
 def train(
@@ -34,9 +50,10 @@ def train(
     has_adapter: bool = True,
     resumes: bool = False,
     share_prompts: bool | None = None,
+    memory: list[int] | None = None,
     **changes: Any,
 ) -> None:
-    """Trains two steps, or goes on from the last checkpoint, and writes what came of it."""
+    """Trains two steps, or goes on from the last checkpoint, and writes what came of it. Ranks may have `memory` of a device."""
     shared_prompts.SHARE_PROMPTS = share_prompts
     rewards = []
 
@@ -45,6 +62,7 @@ def train(
         return rewards[-1]
 
     rank = os.environ["RANK"]
+    checkpointing.DeviceMemory = partial(Memory, memory[int(rank)]) if memory else DeviceMemory
     if "deepspeed" in changes:
         import deepspeed
 

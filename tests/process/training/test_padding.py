@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo import MCPGRPOTrainer
-from mcp_grpo.learning import SampledOnly, Unpadded, ValueRecorder, add_value_head, by_length, depends_on_width
+from mcp_grpo.learning import BatchRows, SampledOnly, Unpadded, ValueRecorder, add_value_head, depends_on_width
 
 
 BY_ROW = {"mcp_grpo.learning.shared_prompts.SHARE_PROMPTS": False}
@@ -254,7 +254,7 @@ def test_rows_of_like_length_share_a_pass() -> None:
         }
         for each in lengths
     ]
-    found = by_length(batches)
+    found = BatchRows(batches).by_length()
     assert [each["ids"].tolist() for each in found] == [[9, 8], [6, 5], [4, 3], [2, 1]]
     assert all(torch.equal(each["completion_mask"].sum(dim=1), each["ids"]) for each in found)
     assert all(each["num_items_in_batch"] == 38 and each["nothing"] is None for each in found)

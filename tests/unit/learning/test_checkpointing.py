@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.learning import Checkpointing, PromptSharing, SharedPrompts, Unpadded, activation_bytes
-from mcp_grpo.learning.checkpointing import DeviceMemory
+from mcp_grpo.learning.checkpointing import JOINED, RECOMPUTED, DeviceMemory
 
 
 PLENTY, LITTLE = 10**12, 10**3
@@ -31,7 +31,7 @@ class Memory(DeviceMemory):
 
     def taken(self, device: torch.device) -> int:
         self.num_asked += 1
-        return self.per_pass * self.num_asked
+        return self.per_pass * self.num_asked  # once before a pass, once after it
 
 
 def policy(*, adapter: bool = False, reentrant: bool = False) -> Any:
@@ -133,6 +133,29 @@ def test_a_pass_that_leaves_no_room_for_its_backward_pass_is_run_again() -> None
     assert all(map(torch.equal, found, expected))
 
 
+def test_what_fits_into_a_pass_is_known_after_the_first() -> None:
+    model = policy()
+    checkpointing = Checkpointing(is_possible=True, memory=Memory(PLENTY, per_pass=240 * 10**6))
+    assert checkpointing.capacity(model) == (0, 0)
+    times_computed(model, checkpointing)
+    kept, again = checkpointing.capacity(model)
+    layers = 10**6 * (1 + RECOMPUTED / model.config.num_hidden_layers)
+    assert kept == pytest.approx(JOINED * PLENTY / layers, rel=1e-3)
+    assert again > kept
+    model.gradient_checkpointing_disable()
+    assert checkpointing.capacity(model) == (kept, 0)
+
+
+def test_what_fits_into_a_pass_is_known_without_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    model.gradient_checkpointing_disable()
+    checkpointing = Checkpointing(is_possible=True, memory=Memory(LITTLE, per_pass=240 * 10**6))
+    assert times_computed(model, checkpointing) == 1
+    assert checkpointing.capacity(model).kept < 240
+    monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", False)
+    assert checkpointing.capacity(model) == (0, 0)
+
+
 def test_running_out_of_memory_turns_checkpointing_on_for_good(caplog: pytest.LogCaptureFixture) -> None:
     model = policy()
     checkpointing = Checkpointing(is_possible=True, memory=Memory(PLENTY))
@@ -172,18 +195,19 @@ def test_weights_that_are_shared_out_are_left_alone(kind: DistributedType) -> No
     assert Checkpointing.of(accelerator).around(model) is model
 
 
-def test_there_is_nothing_to_choose_without_gradients_or_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_nothing_to_choose_without_gradients_or_knowledge_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy()
     checkpointing = Checkpointing(is_possible=True, memory=Memory(PLENTY))
     assert checkpointing.around(model) is not model
     with torch.no_grad():
         assert checkpointing.around(model) is model
     assert checkpointing.around(model.eval()) is model
-    model.train().gradient_checkpointing_disable()
-    assert checkpointing.around(model) is model
-    model.gradient_checkpointing_enable()
+    model.train()
+    assert Checkpointing(is_possible=True, memory=Memory(None)).around(model) is model
     monkeypatch.setattr("mcp_grpo.learning.checkpointing.KEEP_ACTIVATIONS", False)
-    assert Checkpointing(is_possible=True, memory=Memory(PLENTY)).around(model) is model
+    assert times_computed(model, Checkpointing(is_possible=True, memory=Memory(PLENTY))) == 2
+    model.gradient_checkpointing_disable()
+    assert times_computed(model, Checkpointing(is_possible=True, memory=Memory(LITTLE))) == 1
 
 
 def test_a_device_that_does_not_say_what_is_free_has_checkpointing() -> None:

@@ -33,6 +33,12 @@ DENOMINATOR = LossDenominator(
 LOGPS = torch.full((ROWS, TOKENS), -1.0)
 
 
+@pytest.fixture(autouse=True)
+def state_of_accelerate() -> None:
+    """All accelerators share one state, which each `TrainingArguments` that another test makes takes away."""
+    Accelerator()
+
+
 def inputs(**changes: Any) -> dict[str, Any]:
     """A micro-batch whose tokens were sampled with the probabilities that the policy gives them."""
     ones = torch.ones(ROWS, TOKENS, dtype=torch.long)

@@ -24,7 +24,7 @@ from transformers import (
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.learning import PromptSharing, SharedPrompts, Unpadded, ValueRecorder, add_value_head, by_prompt
+from mcp_grpo.learning import PromptSharing, SharedPrompts, Unpadded, ValueRecorder, add_value_head
 from mcp_grpo.learning.shared_prompts import MIN_SHARED, PromptTree
 
 
@@ -256,39 +256,6 @@ def test_the_load_of_experts_is_counted_of_rows() -> None:
     assert shapes == [(NUM_ROWS, int(inputs["attention_mask"].sum(dim=1).max()))]
     expected = model(**inputs, fused_lm_head=True, output_router_logits=True)
     torch.testing.assert_close(output.aux_loss, expected.aux_loss)
-
-
-def passes(prompts: list[list[int]], lengths: list[list[int]], prompt_length: int) -> list[dict[str, Any]]:
-    columns = torch.arange(max(map(max, lengths)))
-    return [
-        {
-            "prompt_ids": torch.tensor(each).unsqueeze(1).expand(-1, prompt_length),
-            "prompt_mask": torch.ones(len(each), prompt_length, dtype=torch.long),
-            "completion_mask": (columns < torch.tensor(own).unsqueeze(1)).long(),
-            "row": torch.tensor([10 * prompt + length for prompt, length in zip(each, own, strict=True)]),
-            "num_items_in_batch": torch.tensor(38),
-            "nothing": None,
-        }
-        for each, own in zip(prompts, lengths, strict=True)
-    ]
-
-
-def test_rows_with_the_same_prompt_share_a_pass() -> None:
-    batches = passes([[1, 2], [3, 1], [2, 3]], [[5, 9], [4, 7], [1, 2]], prompt_length=30)
-    found = by_prompt(batches)
-    assert [each["row"].tolist() for each in found] == [[29, 21], [17, 15], [34, 32]]
-    assert all(torch.equal(each["completion_mask"].sum(dim=1), each["row"] % 10) for each in found)
-    assert all(each["num_items_in_batch"] == 38 and each["nothing"] is None for each in found)
-
-
-def test_groups_stay_together_where_their_longest_rows_are_as_long() -> None:
-    batches = passes([[1, 2], [1, 2]], [[9, 9], [5, 4]], prompt_length=30)
-    assert [each["row"].tolist() for each in by_prompt(batches)] == [[19, 15], [29, 24]]
-
-
-def test_rows_of_like_length_share_a_pass_where_prompts_are_short() -> None:
-    batches = passes([[1, 2], [3, 1], [2, 3]], [[5, 9], [4, 7], [1, 2]], prompt_length=1)
-    assert [each["row"].tolist() for each in by_prompt(batches)] == [[29, 17], [15, 34], [32, 21]]
 
 
 def check_refused(model: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
