@@ -62,6 +62,7 @@ def train(
         return rewards[-1]
 
     rank = os.environ["RANK"]
+    checkpointing.JOIN_PASSES = memory is not None
     checkpointing.DeviceMemory = partial(Memory, memory[int(rank)]) if memory else DeviceMemory
     if "deepspeed" in changes:
         import deepspeed

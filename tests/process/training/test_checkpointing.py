@@ -14,6 +14,12 @@ from mcp_grpo.learning import Checkpointing
 from mcp_grpo.learning.checkpointing import DeviceMemory
 
 
+@pytest.fixture(autouse=True)
+def joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes be joined."""
+    monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", True)
+
+
 class Memory(DeviceMemory):
     """Memory of a device that is not here."""
 

@@ -34,6 +34,12 @@ class Memory(DeviceMemory):
         return self.per_pass * self.num_asked  # once before a pass, once after it
 
 
+@pytest.fixture(autouse=True)
+def joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes be joined."""
+    monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", True)
+
+
 def policy(*, adapter: bool = False, reentrant: bool = False) -> Any:
     """A model with gradient checkpointing, as a trainer has it, that counts how often its first layer is computed."""
     model: Any = tiny_model(family_tokenizer("qwen3"))
