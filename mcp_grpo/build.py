@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, ProcessorMixin
 
 from mcp_grpo.config import MIN_RESULT_TOKENS, MCPGRPOConfig
 from mcp_grpo.errors import SettingsError
@@ -27,6 +27,7 @@ from mcp_grpo.rewards.task import is_done
 from mcp_grpo.rollout import BatchCollector, Limits, Renderer, RolloutEngine
 from mcp_grpo.rollout.context import OldResults
 from mcp_grpo.sampling.sampler import Sampler, TransformersSampler, VLLMSampler
+from mcp_grpo.sampling.vision import Vision
 from mcp_grpo.sampling.vllm_backend import VLLMBackend, VLLMSettings
 from mcp_grpo.sampling.vllm_server_backend import VLLMServerBackend
 from mcp_grpo.tools import Cassette
@@ -126,10 +127,30 @@ def make_kl_control(args: MCPGRPOConfig) -> KLControl | None:
     return KLControl(args.beta, target=args.kl_target, max_beta=max(1.0, args.beta))
 
 
-def make_sampler(trainer: Any, engine: RolloutEngine, **callbacks: Callable[..., Any]) -> Sampler:
+def make_vision(trainer: Any) -> tuple[Vision | None, str | None]:
+    """Return what makes pictures into inputs of a trainer's policy, where it can see any; or why it is not shown them."""
+    processor, args = trainer.processing_class, trainer.args
+    if not isinstance(processor, ProcessorMixin):
+        return None, None
+    if args.use_vllm:
+        return None, "vLLM samples, which is given text only; with `use_vllm=False` the policy sees them"
+    if args.old_results != "keep":
+        return None, f'`old_results="{args.old_results}"` shortens results that hold some; set it to "keep"'
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return None, "it was not tried with FSDP or DeepSpeed, where processes with images would wait for those without; train with DDP"
+    try:
+        return Vision(processor), None
+    except SettingsError as error:
+        return None, str(error)
+
+
+def make_sampler(
+    trainer: Any, engine: RolloutEngine, vision: Vision | None, **callbacks: Callable[..., Any]
+) -> Sampler:
     """Return what samples from the policy of a trainer; `callbacks` are those of [`VLLMSampler`]."""
     if not trainer.use_vllm:
-        return TransformersSampler(trainer)
+        # Nothing can follow a token that stands for a picture which nobody has.
+        return TransformersSampler(trainer, [*trainer.eos_token_ids, *(vision.token_ids if vision else ())])
     args = trainer.args
     return VLLMSampler(
         backend=trainer.vllm_generation,

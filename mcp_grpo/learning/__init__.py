@@ -5,6 +5,7 @@ from mcp_grpo.learning.columns import ends_cut, rollout_columns, row_columns, sa
 from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
 from mcp_grpo.learning.padding import SampledOnly, Unpadded, by_length, depends_on_width
+from mcp_grpo.learning.pictures import Seeing, picture_columns
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.scored_once import ScoredOnce
 from mcp_grpo.learning.shared_prompts import PromptSharing, SharedPrompts, by_prompt
@@ -31,6 +32,7 @@ __all__ = [
     "PromptSharing",
     "SampledOnly",
     "ScoredOnce",
+    "Seeing",
     "SharedPrompts",
     "TokenMetrics",
     "TurnRewards",
@@ -45,6 +47,7 @@ __all__ = [
     "ends_cut",
     "flat_turns",
     "load_value_head",
+    "picture_columns",
     "ratio_edges",
     "returns_to_go",
     "rollout_columns",
