@@ -43,15 +43,15 @@ class PictureProcessor(ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-def vision_processor(family: str = "qwen3_vl") -> PictureProcessor:
-    """A processor that makes four to sixteen tokens of a picture."""
+def vision_processor(family: str = "qwen3_vl", max_tokens: int = 16) -> PictureProcessor:
+    """A processor that makes at least four tokens of a picture."""
     tokenizer = family_tokenizer(family)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS])
     # Most of every prompt is what it says of tools in general.
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tools=[{}], tokenize=False)
     lines = [part for part in re.split(r"\n|</?tool_call>", prompt) if len(part) > 30]
     tokenizer.add_tokens([AddedToken(line, normalized=False) for line in lines])
-    images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 16 * 16, "longest_edge": 32 * 32})
+    images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 16 * 16, "longest_edge": 64 * max_tokens})
     return PictureProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
@@ -97,6 +97,6 @@ def save_looking_policy(folder: Path, tools: list[dict[str, Any]]) -> str:
     model = vision_model(tokenizer)
     renderer = Renderer(tokenizer, end_of_turn_ids=end_of_turn_ids("qwen3_vl", tokenizer))
     prompt = tokenizer.decode(renderer.prompt_ids([{"role": "user", "content": QUESTION}], tools))
-    teach(model, tokenizer, [(prompt, CALL.format("look"))], steps=40)
+    teach(model, tokenizer, [(prompt, CALL.format("look"))], steps=80)
     model.save_pretrained(folder)
     return str(folder)
