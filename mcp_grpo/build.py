@@ -137,7 +137,10 @@ def make_vision(trainer: Any) -> tuple[Vision | None, str | None]:
     if args.old_results != "keep":
         return None, f'`old_results="{args.old_results}"` shortens results that hold some; set it to "keep"'
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return None, "it was not tried with FSDP or DeepSpeed, where processes with images would wait for those without; train with DDP"
+        return (
+            None,
+            "it was not tried with FSDP or DeepSpeed, where processes with images would wait for those without; train with DDP",
+        )
     try:
         return Vision(processor), None
     except SettingsError as error:

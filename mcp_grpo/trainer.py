@@ -296,7 +296,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         """Add what rolls out and what publishes, and check prompts and tools against the chat template."""
         rows = output_rows(self.accelerator.unwrap_model(self.model))
         if self._tokenizer.chat_template is None:  # some models have it at their processor only
-            self._tokenizer.chat_template = self.processing_class.chat_template
+            self._tokenizer.chat_template = cast(Any, self.processing_class).chat_template
         call_format = set_call_format(self._tokenizer, self.args.call_format, rows)
         if self.is_world_process_zero():
             call_format.say()
@@ -917,7 +917,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         kwargs |= self._pictures
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
         if self._vision is not None and not is_text:
-            model = Seeing(model, self._vision, self._tokenizer.pad_token_id)
+            model = Seeing(model, self._vision, cast("int", self._tokenizer.pad_token_id))
         if self._is_trimming and is_text:
             make = self._made_rows(model)
             model = AsSeen(make, self._views, logits_to_keep) if self._views else make(logits_to_keep)

@@ -9,9 +9,7 @@ from mcp_grpo.sampling.vision import Vision, picture_inputs, token_types, type_c
 from mcp_grpo.types import Trajectory
 
 
-def picture_columns(
-    trajectories: Sequence[Trajectory], vision: Vision | None, device: torch.device
-) -> dict[str, Any]:
+def picture_columns(trajectories: Sequence[Trajectory], vision: Vision | None, device: torch.device) -> dict[str, Any]:
     """
     Return the pictures of trajectories as TRL takes them: `pixel_values` and the like of all of them, one after the other, and
     `num_images` of each trajectory. Nothing, if there are none.

@@ -471,7 +471,10 @@ def _filled(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
             **message,
             "content": next(left)
             if isinstance(message["content"], str)
-            else [{"type": "image"} if part is None else {"type": "text", "text": next(left)} for part in message["content"]],
+            else [
+                {"type": "image"} if part is None else {"type": "text", "text": next(left)}
+                for part in message["content"]
+            ],
         }
         for message in messages
     ]

@@ -24,7 +24,11 @@ MAX_IMAGES = 16  # that a policy sees in a trajectory
 NUM_KEPT = 64  # pictures that are kept as tensors
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
-_PER_IMAGE = {"image_grid_thw", "image_position_ids", "image_sizes"}  # what TRL takes beside `pixel_values`, a row per picture
+_PER_IMAGE = {
+    "image_grid_thw",
+    "image_position_ids",
+    "image_sizes",
+}  # what TRL takes beside `pixel_values`, a row per picture
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -79,7 +83,16 @@ class Vision:
         self.token_ids = tuple(each for each in self._processor.image_token_ids if each is not None)
         try:
             problem = self._problem()
-        except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        except (
+            AttributeError,
+            ImportError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            RuntimeError,
+        ) as error:
             problem = f"its processor cannot be used for one picture at a time ({type(error).__name__}: {error})"
         if problem:
             raise SettingsError(problem)
@@ -134,7 +147,9 @@ class Vision:
         if rows != expected:
             return f"its processor makes {rows[0]} rows of a picture, and {expected[0]} can be told apart in a batch"
         for number, picture in enumerate(pictures):
-            whole = self._processor(images=[both[number]], text=[self.token], return_tensors="pt", add_special_tokens=False)
+            whole = self._processor(
+                images=[both[number]], text=[self.token], return_tensors="pt", add_special_tokens=False
+            )
             ids = self._processor.tokenizer(picture.placeholder, add_special_tokens=False)["input_ids"]
             if whole["input_ids"][0].tolist() != ids:
                 return "its processor writes other tokens for a picture among text"

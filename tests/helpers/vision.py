@@ -83,7 +83,9 @@ def vision_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3VLFo
         "deepstack_visual_indexes": [0],
         "initializer_range": 0.2,
     }
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")
+    }
     ids |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     model = Qwen3VLForConditionalGeneration(config).eval()

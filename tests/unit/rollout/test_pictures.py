@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image as Pillow
-
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.policies import ScriptedGenerator
 from helpers.vision import CALL, QUESTION, PictureProcessor, vision_processor
 from mcp.server.mcpserver import MCPServer
 from mcp.types import ImageContent, TextContent
+from PIL import Image as Pillow
+
 from mcp_grpo import Task, ToolPool, Trajectory
 from mcp_grpo.errors import TemplateError
 from mcp_grpo.rollout import Limits, Renderer, set_call_format
@@ -140,7 +140,8 @@ async def test_a_text_policy_reads_the_note_and_nothing_else() -> None:
     renderer = Renderer(tokenizer, end_of_turn_ids=end_of_turn_ids("qwen3_vl", tokenizer))
     found, generator = await attempt(["Here it is:", png(), "Done."], renderer)
     assert f"\nHere it is:\n[image/png, {len(png())} B]\nDone.\n" in tokenizer.decode(generator.prompts[1])
-    assert found.images == () and found.exchanges[0].result.images == ()
+    assert found.images == ()
+    assert found.exchanges[0].result.images == ()
     assert found.messages[1] == {"role": "tool", "name": "show", "content": found.exchanges[0].result.text}
 
 
@@ -164,8 +165,11 @@ async def test_records_name_pictures_and_do_not_hold_them() -> None:
 async def test_what_cannot_be_shown_is_a_note_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = make_renderer()
     found, generator = await attempt(["Here:", b"no picture", png()], renderer)
-    assert found.exchanges[0].result.text.startswith("Here:\n[image/png, 10 B; not shown: it cannot be decoded]\n[image")
-    assert len(found.images) == 1 and generator.prompts[1].count(IMAGE_ID) == 6
+    assert found.exchanges[0].result.text.startswith(
+        "Here:\n[image/png, 10 B; not shown: it cannot be decoded]\n[image"
+    )
+    assert len(found.images) == 1
+    assert generator.prompts[1].count(IMAGE_ID) == 6
     found, _ = await attempt([png((128, 128))], make_renderer(vision_processor(max_tokens=256)), max_result_tokens=255)
     assert found.exchanges[0].result.text.endswith("; not shown: it takes 256 tokens, and there is room for 255]")
     monkeypatch.setattr(vision_module, "MAX_PIXELS", 2_000_000)
@@ -173,7 +177,8 @@ async def test_what_cannot_be_shown_is_a_note_that_says_why(monkeypatch: pytest.
     assert found.exchanges[0].result.text.endswith("; not shown: it has more than 2 million pixels]")
     found, _ = await attempt([png((1000, 1))], renderer)
     assert found.exchanges[0].result.text.endswith("; not shown: it cannot be processed]")
-    assert found.stop_reason is StopReason.ANSWERED and not found.images
+    assert found.stop_reason is StopReason.ANSWERED
+    assert not found.images
 
 
 @pytest.mark.anyio
@@ -187,13 +192,21 @@ async def test_only_so_many_pictures_are_shown_in_a_trajectory() -> None:
 @pytest.mark.anyio
 async def test_a_long_text_is_cut_and_its_picture_stays() -> None:
     found, generator = await attempt(["word " * 500, png(), "word " * 500], make_renderer(), max_result_tokens=100)
-    assert found.exchanges[0].result.num_cut and len(found.images) == 1
+    assert found.exchanges[0].result.num_cut
+    assert len(found.images) == 1
     assert generator.prompts[1].count(IMAGE_ID) == 6
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\x89PNG\r\n\x1a\n", png()[:40], b"GIF89a" + b"\xff" * 64, b"%!PS-Adobe-3.0 EPSF-3.0\n", b"BM" + b"\0" * 60],
+    [
+        b"",
+        b"\x89PNG\r\n\x1a\n",
+        png()[:40],
+        b"GIF89a" + b"\xff" * 64,
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        b"BM" + b"\0" * 60,
+    ],
 )
 def test_what_is_no_picture_is_refused_in_words(data: bytes) -> None:
     with pytest.raises(UnseenError, match="decoded"):
@@ -246,15 +259,20 @@ async def test_where_results_have_no_pictures_a_message_of_the_user_follows() ->
     )
     found, generator = await attempt(["Look:", png()], make_renderer(processor))
     read = processor.tokenizer.decode(generator.prompts[1])
-    assert f"Look:\n[image/png, {len(png())} B]\n</tool_response><|im_end|>\n<|im_start|>user\nImages that the tools" in read
-    assert len(found.images) == 1 and generator.prompts[1].count(IMAGE_ID) == 6
+    assert (
+        f"Look:\n[image/png, {len(png())} B]\n</tool_response><|im_end|>\n<|im_start|>user\nImages that the tools"
+        in read
+    )
+    assert len(found.images) == 1
+    assert generator.prompts[1].count(IMAGE_ID) == 6
 
 
 def test_a_template_without_pictures_says_so() -> None:
     processor = vision_processor("qwen3")
     renderer = make_renderer(processor, "qwen3")
     assert renderer.vision is None
-    assert renderer.blindness and "chat template" in renderer.blindness
+    assert renderer.blindness
+    assert "chat template" in renderer.blindness
 
 
 def test_a_prompt_with_a_picture_is_refused() -> None:
@@ -275,4 +293,6 @@ def test_pictures_are_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     vision, calls = Vision(PROCESSOR), []
     monkeypatch.setattr(vision_module, "decode", lambda each: calls.append(each) or decode(each))
     first, second = vision.picture(image()), vision.picture(replace(image(), num_after=3))
-    assert len(calls) == 1 and first.inputs is second.inputs and second.image.num_after == 3
+    assert len(calls) == 1
+    assert first.inputs is second.inputs
+    assert second.image.num_after == 3
