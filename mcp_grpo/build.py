@@ -132,8 +132,8 @@ def make_vision(trainer: Any) -> tuple[Vision | None, str | None]:
     processor, args = trainer.processing_class, trainer.args
     if not isinstance(processor, ProcessorMixin):
         return None, None
-    if args.use_vllm:
-        return None, "vLLM samples, which is given text only; with `use_vllm=False` the policy sees them"
+    if args.use_vllm and args.vllm_mode == "server":
+        return None, 'vLLM servers are given text only; with `vllm_mode="colocate"` or `use_vllm=False` it sees them'
     if args.old_results != "keep":
         return None, f'`old_results="{args.old_results}"` shortens results that hold some; set it to "keep"'
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -142,24 +142,28 @@ def make_vision(trainer: Any) -> tuple[Vision | None, str | None]:
             "it was not tried with FSDP or DeepSpeed, where processes with images would wait for those without; train with DDP",
         )
     try:
-        return Vision(processor), None
+        vision = Vision(processor)
     except SettingsError as error:
         return None, str(error)
+    if args.use_vllm and not vision.repeats_token:
+        return None, "its processor writes more than one token in the place of an image, which vLLM may do otherwise"
+    return vision, None
 
 
 def make_sampler(
     trainer: Any, engine: RolloutEngine, vision: Vision | None, **callbacks: Callable[..., Any]
 ) -> Sampler:
     """Return what samples from the policy of a trainer; `callbacks` are those of [`VLLMSampler`]."""
+    # Nothing can follow a token that stands for a picture which nobody has.
+    ends = [*trainer.eos_token_ids, *(vision.token_ids if vision else ())]
     if not trainer.use_vllm:
-        # Nothing can follow a token that stands for a picture which nobody has.
-        return TransformersSampler(trainer, [*trainer.eos_token_ids, *(vision.token_ids if vision else ())])
+        return TransformersSampler(trainer, ends)
     args = trainer.args
     return VLLMSampler(
         backend=trainer.vllm_generation,
         model=lambda: trainer.model,
         accelerator=trainer.accelerator,
-        end_of_turn_ids=trainer.eos_token_ids,
+        end_of_turn_ids=ends,
         num_reserved=int(args.constrained_decoding),
         sleeps=args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
         step=lambda: trainer.state.global_step,

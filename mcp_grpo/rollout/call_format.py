@@ -51,7 +51,7 @@ _MARK = "{#- tool calls in fenced JSON -#}"
 _PRELUDE = (
     _MARK
     + """
-{%- set fenced = namespace(messages=[], results=[], has_images=false, calls=[], offer='') -%}
+{%- set fenced = namespace(messages=[], results=[], text='', calls=[], offer='') -%}
 {%- if tools -%}
     {%- set fenced.offer = OFFER -%}
     {%- for tool in tools -%}
@@ -69,25 +69,19 @@ _PRELUDE = (
 {%- endif -%}
 {%- for message in messages -%}
     {%- if message.role == 'tool' -%}
-        {%- set begins = '\\n```result\\n' if fenced.results else '```result\\n' -%}
-        {%- set fenced.results = fenced.results + [{'type': 'text', 'text': begins}] -%}
-        {%- if message.content is string -%}
-            {%- set text = message.content | replace('```', "'''") -%}
-            {%- set fenced.results = fenced.results + [{'type': 'text', 'text': text}] -%}
-        {%- else -%}
-            {%- set fenced.has_images = true -%}
-            {%- for part in message.content -%}
-                {%- if part.type == 'text' -%}
-                    {%- set part = {'type': 'text', 'text': part.text | replace('```', "'''")} -%}
-                {%- endif -%}
-                {%- set fenced.results = fenced.results + [part] -%}
-            {%- endfor -%}
-        {%- endif -%}
-        {%- set fenced.results = fenced.results + [{'type': 'text', 'text': '\\n```'}] -%}
+        {%- set fenced.text = fenced.text ~ ('\\n' if fenced.text or fenced.results else '') ~ '```result\\n' -%}
+        {%- for part in ([{'type': 'text', 'text': message.content}] if message.content is string else message.content) -%}
+            {%- if part.type == 'text' -%}
+                {%- set fenced.text = fenced.text ~ (part.text | replace('```', "'''")) -%}
+            {%- else -%}
+                {%- set fenced.results, fenced.text = fenced.results + [{'type': 'text', 'text': fenced.text}, part], '' -%}
+            {%- endif -%}
+        {%- endfor -%}
+        {%- set fenced.text = fenced.text ~ '\\n```' -%}
         {%- if loop.last or loop.nextitem.role != 'tool' -%}
-            {%- set results = fenced.results if fenced.has_images else fenced.results | map(attribute='text') | join -%}
+            {%- set results = fenced.results + [{'type': 'text', 'text': fenced.text}] if fenced.results else fenced.text -%}
             {%- set fenced.messages = fenced.messages + [{'role': 'user', 'content': results}] -%}
-            {%- set fenced.results, fenced.has_images = [], false -%}
+            {%- set fenced.results, fenced.text = [], '' -%}
         {%- endif -%}
     {%- elif message.role == 'assistant' and message.tool_calls -%}
         {%- set fenced.calls = [message.content] if message.content else [] -%}

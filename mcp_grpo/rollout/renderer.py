@@ -384,7 +384,12 @@ class Renderer:
             pictures += own
             if own and self._images_in == "tool":
                 parts = split(message["content"], [picture.image for picture in own])
-                message["content"] = [part if isinstance(part, str) else None for part in parts]
+                # Blanks between pictures, which some templates take away with what is around them, are left out.
+                message["content"] = [
+                    part if isinstance(part, str) else None
+                    for part in parts
+                    if not isinstance(part, str) or part.strip()
+                ]
             shown.append(message)
         if pictures and self._images_in == "user":
             # What the user says next comes after them, in the same message.

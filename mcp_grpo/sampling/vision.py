@@ -97,6 +97,11 @@ class Vision:
         if problem:
             raise SettingsError(problem)
 
+    @property
+    def repeats_token(self) -> bool:
+        """Return whether all that stands for a picture is one token, as often as it takes."""
+        return self.probe.placeholder == self.token * self.probe.num_tokens
+
     def picture(self, image: Image) -> Picture:
         """Return a picture as the policy sees it. Raises [`UnseenError`] if it cannot. Threads may share it."""
         key = image.sha256
@@ -118,6 +123,9 @@ class Vision:
 
     def _picture(self, image: Image, decoded: Pillow.Image) -> Picture:
         inputs, placeholder = processed_image(self._processor, decoded)
+        num_rows, grid = len(inputs["pixel_values"]), inputs.get("image_grid_thw")
+        if num_rows != (expected := 1 if grid is None else int(grid.prod())):
+            raise ValueError(f"it makes {num_rows} rows of a picture, and {expected} can be told apart in a batch")
         ids = self._processor.tokenizer(placeholder, add_special_tokens=False)["input_ids"]
         return Picture(
             image=image,
@@ -141,11 +149,6 @@ class Vision:
         names = set(pictures[0].inputs)
         if "pixel_values" not in names or names - {"pixel_values"} - _PER_IMAGE:
             return f"its processor returns {sorted(names)}, of which pictures cannot be told apart in a batch"
-        rows = [len(picture.inputs["pixel_values"]) for picture in pictures]
-        grids = [picture.inputs.get("image_grid_thw") for picture in pictures]
-        expected = [1 if grid is None else int(grid.prod()) for grid in grids]
-        if rows != expected:
-            return f"its processor makes {rows[0]} rows of a picture, and {expected[0]} can be told apart in a batch"
         for number, picture in enumerate(pictures):
             whole = self._processor(
                 images=[both[number]], text=[self.token], return_tensors="pt", add_special_tokens=False

@@ -1,5 +1,6 @@
 """Passes through a model that sees: rows with and without pictures, and a token of a picture that the policy wrote itself."""
 
+from functools import partial
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import end_of_turn_ids, family_tokenizer
-from helpers.vision import vision_model, vision_processor
+from helpers.vision import gemma_policy, vision_model, vision_processor
 from PIL import Image as Pillow
 
 from mcp_grpo.build import make_vision
 from mcp_grpo.learning import Seeing
-from mcp_grpo.rollout import Renderer
+from mcp_grpo.rollout import Renderer, set_call_format
 from mcp_grpo.sampling import Sampling
 from mcp_grpo.sampling.transformers_generator import TransformersGenerator, _Request
-from mcp_grpo.sampling.vision import Picture, Vision, picture_inputs
+from mcp_grpo.sampling.vision import Picture, Vision, picture_inputs, type_column
+from mcp_grpo.sampling.vllm_generator import _prompt
 from mcp_grpo.types import Image
 
 
@@ -26,16 +28,16 @@ RENDERER = Renderer(TOKENIZER, end_of_turn_ids=end_of_turn_ids("qwen3_vl", TOKEN
 IMAGE_ID = PROCESSOR.image_token_id
 
 
-def picture(colour: str, size: tuple[int, int] = (24, 16)) -> Picture:
+def picture(colour: str, size: tuple[int, int] = (24, 16), vision: Vision = VISION) -> Picture:
     file = BytesIO()
     Pillow.new("RGB", size, colour).save(file, "PNG")
-    return VISION.picture(Image(data=file.getvalue(), mime_type="image/png", note="[p]"))
+    return vision.picture(Image(data=file.getvalue(), mime_type="image/png", note="[p]"))
 
 
-def prompt(*pictures: Picture) -> tuple[int, ...]:
-    opening = RENDERER.prompt_ids([{"role": "user", "content": "?"}], [])
+def prompt(*pictures: Picture, renderer: Renderer = RENDERER) -> tuple[int, ...]:
+    opening = renderer.prompt_ids([{"role": "user", "content": "?"}], [])
     message = {"role": "tool", "name": "look", "content": "It is: ", "images": list(pictures)}
-    return opening + RENDERER.suffix_ids([message] if pictures else [{**message, "images": []}])
+    return opening + renderer.suffix_ids([message] if pictures else [{**message, "images": []}])
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def logps(model: Any, ids: tuple[int, ...], pictures: list[Picture]) -> torch.Te
     row = torch.tensor([ids])
     inputs = picture_inputs(pictures)
     if pictures:
-        inputs["mm_token_type_ids"] = (row == IMAGE_ID).long()
+        inputs[str(type_column(model))] = (row == pictures[0].token_ids[0]).long()
     return model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0].log_softmax(-1)
 
 
@@ -53,17 +55,50 @@ def model() -> Any:
     return vision_model(TOKENIZER)
 
 
-def test_rows_with_many_one_and_no_pictures_are_sampled_in_one_batch(model: Any) -> None:
-    rows = [[picture("red"), picture("blue", (40, 40))], [], [picture("green")]]
-    generator = TransformersGenerator(model, end_of_turn_ids=[*RENDERER.end_of_turn_ids, IMAGE_ID], pad_token_id=0)
+def check_rows(model: Any, renderer: Renderer, vision: Vision) -> None:
+    """Check that a batch of rows with two, no and one picture is sampled and scored as each row by itself."""
+    shown = partial(picture, vision=vision)
+    rows = [[shown("red"), shown("blue", (40, 40))], [], [shown("green")]]
+    generator = TransformersGenerator(
+        model, end_of_turn_ids=[*renderer.end_of_turn_ids, *vision.token_ids], pad_token_id=0
+    )
     batch = [
-        _Request(prompt(*row), Sampling(max_tokens=12, seed=seed, pictures=tuple(row)))
+        _Request(prompt(*row, renderer=renderer), Sampling(max_tokens=12, seed=seed, pictures=tuple(row)))
         for seed, row in enumerate(rows)
     ]
-    for request, row, turn in zip(batch, rows, generator._generate(batch), strict=True):
-        found = logps(model, request.prompt_ids + turn.token_ids[:-1], row)[len(request.prompt_ids) - 1 :]
-        expected = found.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
-        assert torch.tensor(turn.logprobs).sub(expected).abs().max() < 1e-4
+    turns = generator._generate(batch)
+    whole = [request.prompt_ids + turn.token_ids for request, turn in zip(batch, turns, strict=True)]
+    width = max(map(len, whole))
+    ids = torch.tensor([(0,) * (width - len(row)) + row for row in whole])
+    mask = torch.tensor([(0,) * (width - len(row)) + (1,) * len(row) for row in whole])
+    with torch.no_grad():
+        inputs = picture_inputs([each for row in rows for each in row])
+        scored = Seeing(model, vision, filler_id=0)(input_ids=ids, attention_mask=mask, **inputs).logits.log_softmax(
+            -1
+        )
+    for number, (request, row, turn) in enumerate(zip(batch, rows, turns, strict=True)):
+        written = torch.tensor(turn.token_ids)[:, None]
+        alone = logps(model, request.prompt_ids + turn.token_ids[:-1], row)[len(request.prompt_ids) - 1 :]
+        together = scored[number, -len(written) - 1 : -1]
+        for found in (alone, together):
+            assert torch.tensor(turn.logprobs).sub(found.gather(1, written)[:, 0]).abs().max() < 1e-4
+
+
+def test_rows_with_many_one_and_no_pictures_are_one_batch(model: Any) -> None:
+    check_rows(model, RENDERER, VISION)
+
+
+@pytest.mark.full
+def test_a_family_with_other_inputs_and_without_tools_sees_pictures_all_the_same() -> None:
+    policy, processor = gemma_policy()
+    tokenizer: Any = processor.tokenizer
+    assert set_call_format(tokenizer, "auto", None).name == "json"
+    vision = Vision(processor)
+    renderer = Renderer(tokenizer, end_of_turn_ids=[tokenizer.eos_token_id], vision=vision)
+    assert renderer.vision is vision
+    assert not vision.repeats_token
+    assert make_vision(trainer_like(processing_class=processor, use_vllm=True))[0] is None
+    check_rows(policy, renderer, vision)
 
 
 def test_a_token_of_a_picture_ends_the_turn_in_which_the_policy_writes_it(model: Any) -> None:
@@ -116,16 +151,18 @@ class OtherProcessor(type(PROCESSOR)):
 
 
 def trainer_like(**changes: Any) -> Any:
-    args = SimpleNamespace(use_vllm=False, old_results="keep")
+    args = SimpleNamespace(use_vllm=False, vllm_mode="colocate", old_results="keep")
     given = {"processing_class": PROCESSOR, "is_fsdp_enabled": False, "is_deepspeed_enabled": False, **changes}
-    for name in ("use_vllm", "old_results"):
+    for name in ("use_vllm", "vllm_mode", "old_results"):
         setattr(args, name, given.pop(name, getattr(args, name)))
     return SimpleNamespace(args=args, **given)
 
 
 def test_it_is_said_why_a_policy_that_could_see_is_not_shown_pictures() -> None:
     assert make_vision(trainer_like())[1] is None
+    assert make_vision(trainer_like(use_vllm=True))[1] is None
     for changes, reason in (
+        ({"use_vllm": True, "vllm_mode": "server"}, "vLLM servers are given text only"),
         ({"old_results": "drop"}, 'set it to "keep"'),
         ({"is_fsdp_enabled": True}, "train with DDP"),
         ({"processing_class": OtherProcessor()}, "has no images"),
@@ -144,3 +181,15 @@ def test_the_same_tokens_with_another_picture_have_other_probabilities(model: An
         generator._generate([_Request(prompt(*row), Sampling(max_tokens=6, pictures=tuple(row)))])[0] for row in rows
     ]
     assert alone[0].logprobs != alone[1].logprobs
+
+
+def test_vllm_gets_one_token_for_each_picture() -> None:
+    shown = [picture("red"), picture("blue", (40, 40))]
+    ids = (*prompt(*shown), 11, IMAGE_ID)
+    given = _prompt(ids, shown)
+    assert given["prompt_token_ids"].count(IMAGE_ID) == 3  # with one that the policy wrote
+    assert [each.size for each in given["multi_modal_data"]["image"]] == [(24, 16), (40, 40)]
+    assert [each for each in given["prompt_token_ids"] if each != IMAGE_ID] == [
+        each for each in ids if each != IMAGE_ID
+    ]
+    assert _prompt(ids, []) == {"prompt_token_ids": list(ids)}
