@@ -1,6 +1,7 @@
 """Training on pictures that tools return: the policy sees them where it samples, where it is scored and where it learns."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,3 +184,21 @@ def test_a_run_with_pictures_is_replayed_without_its_server_and_saved_whole(tmp_
     assert any(t.images for t in first)
     template = (tmp_path / "record" / "chat_template.jinja").read_text()
     assert "<|image_pad|>" in template
+
+
+@pytest.mark.full
+def test_a_run_goes_on_in_the_middle_of_a_batch_with_pictures(tmp_path: Path, policy: str) -> None:
+    changes = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    found: list[torch.Tensor] = []
+    num_seen: list[int] = []
+    for is_resumed in (False, True):
+        with make_trainer(tmp_path, policy, **changes) as trainer:
+            before = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+            trainer.watch_batches(lambda batch: num_seen.append(sum(len(each.images) for each in batch.trajectories)))
+            trainer.train(resume_from_checkpoint=is_resumed)
+            found.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
+        shutil.rmtree(tmp_path / "checkpoint-4")  # the one before it has half of the second batch
+    assert len(num_seen) == 2
+    assert num_seen[1] > 0
+    assert not found[0].equal(before)
+    assert found[0].equal(found[1])
