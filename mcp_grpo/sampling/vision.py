@@ -81,6 +81,7 @@ class Vision:
             raise SettingsError("its processor has no images")
         self.token: str = self._processor.image_token
         self.token_ids = tuple(each for each in self._processor.image_token_ids if each is not None)
+        self._literals: list[str] = [self._processor.tokenizer.convert_ids_to_tokens(each) for each in self.token_ids]
         try:
             problem = self._problem()
         except (
@@ -126,13 +127,12 @@ class Vision:
         num_rows, grid = len(inputs["pixel_values"]), inputs.get("image_grid_thw")
         if num_rows != (expected := 1 if grid is None else int(grid.prod())):
             raise ValueError(f"it makes {num_rows} rows of a picture, and {expected} can be told apart in a batch")
-        ids = self._processor.tokenizer(placeholder, add_special_tokens=False)["input_ids"]
         return Picture(
             image=image,
             inputs=inputs,
             placeholder=placeholder,
             token_ids=self.token_ids,
-            num_tokens=sum(each in self.token_ids for each in ids),
+            num_tokens=sum(map(placeholder.count, self._literals)),  # other threads use the tokenizer meanwhile
         )
 
     def _problem(self) -> str | None:
@@ -154,7 +154,8 @@ class Vision:
                 images=[both[number]], text=[self.token], return_tensors="pt", add_special_tokens=False
             )
             ids = self._processor.tokenizer(picture.placeholder, add_special_tokens=False)["input_ids"]
-            if whole["input_ids"][0].tolist() != ids:
+            num_tokens = sum(each in self.token_ids for each in ids)
+            if whole["input_ids"][0].tolist() != ids or picture.num_tokens != num_tokens:
                 return "its processor writes other tokens for a picture among text"
             if any(not torch.equal(whole[name], picture.inputs[name]) for name in names):
                 return "its processor makes something else of a picture among text"
