@@ -26,6 +26,7 @@ from mcp_grpo.types import Image
 
 
 PROCESSOR = vision_processor()
+TOLERANCE = 2e-5  # of log-probabilities
 SETTINGS: dict[str, Any] = {
     "num_generations": 4,
     "per_device_train_batch_size": 2,
@@ -130,10 +131,10 @@ def test_sampler_trainer_and_reference_see_the_same_pictures_and_really_see_them
             continue  # of a policy that has learnt, or cut off by what nobody can show
         is_sampled = torch.tensor(attempt.sampled_mask) > 0
         expected = seen_logps(model, attempt, attempt.images)
-        assert torch.tensor(attempt.logprobs)[is_sampled].sub(expected).abs().max() < 1e-4
-        assert torch.tensor(row["trainer_logp"])[is_sampled].sub(expected).abs().max() < 1e-4
+        assert torch.tensor(attempt.logprobs)[is_sampled].sub(expected).abs().max() < TOLERANCE
+        assert torch.tensor(row["trainer_logp"])[is_sampled].sub(expected).abs().max() < TOLERANCE
         of_reference = columns[0]["ref_per_token_logps"][number, : len(is_sampled)][is_sampled]
-        assert of_reference.sub(expected).abs().max() < 1e-4
+        assert of_reference.sub(expected).abs().max() < TOLERANCE
 
 
 def check_that_pictures_are_seen(trainer: MCPGRPOTrainer, found: Sequence[Trajectory]) -> None:
@@ -144,10 +145,11 @@ def check_that_pictures_are_seen(trainer: MCPGRPOTrainer, found: Sequence[Trajec
     own, changed = (seen_logps(model, seeing, [image]) for image in (seeing.images[0], other))
     num_before = len(seeing.segments[0].token_ids)
     assert own[:num_before].equal(changed[:num_before])
-    assert own[num_before:].sub(changed[num_before:]).abs().max() > 1e-3
+    # The policy is nearly certain of what it says, so that little changes, but far more than sampler and trainer may differ by.
+    assert own[num_before:].sub(changed[num_before:]).abs().max() > 10 * TOLERANCE
     swapped = replace(seeing, segments=tuple(replace(s, images=(other,)) if s.images else s for s in seeing.segments))
     for attempt, expected in ((seeing, own), (swapped, changed)):
-        assert trainer_logps(trainer, attempt).sub(expected).abs().max() < 1e-4
+        assert trainer_logps(trainer, attempt).sub(expected).abs().max() < TOLERANCE
 
 
 @torch.no_grad()
