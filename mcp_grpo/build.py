@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, ProcessorMixin
 
 from mcp_grpo.config import MIN_RESULT_TOKENS, MCPGRPOConfig
 from mcp_grpo.errors import SettingsError
@@ -27,6 +27,7 @@ from mcp_grpo.rewards.task import is_done
 from mcp_grpo.rollout import BatchCollector, Limits, Renderer, RolloutEngine
 from mcp_grpo.rollout.context import OldResults
 from mcp_grpo.sampling.sampler import Sampler, TransformersSampler, VLLMSampler
+from mcp_grpo.sampling.vision import Vision
 from mcp_grpo.sampling.vllm_backend import VLLMBackend, VLLMSettings
 from mcp_grpo.sampling.vllm_server_backend import VLLMServerBackend
 from mcp_grpo.tools import Cassette
@@ -126,16 +127,43 @@ def make_kl_control(args: MCPGRPOConfig) -> KLControl | None:
     return KLControl(args.beta, target=args.kl_target, max_beta=max(1.0, args.beta))
 
 
-def make_sampler(trainer: Any, engine: RolloutEngine, **callbacks: Callable[..., Any]) -> Sampler:
+def make_vision(trainer: Any) -> tuple[Vision | None, str | None]:
+    """Return what makes pictures into inputs of a trainer's policy, where it can see any; or why it is not shown them."""
+    processor, args = trainer.processing_class, trainer.args
+    if not isinstance(processor, ProcessorMixin):
+        return None, None
+    if args.use_vllm and args.vllm_mode == "server":
+        return None, 'vLLM servers are given text only; with `vllm_mode="colocate"` or `use_vllm=False` it sees them'
+    if args.old_results != "keep":
+        return None, f'`old_results="{args.old_results}"` shortens results that hold some; set it to "keep"'
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return (
+            None,
+            "it was not tried with FSDP or DeepSpeed, where processes with images would wait for those without; train with DDP",
+        )
+    try:
+        vision = Vision(processor)
+    except SettingsError as error:
+        return None, str(error)
+    if args.use_vllm and not vision.repeats_token:
+        return None, "its processor writes more than one token in the place of an image, which vLLM may do otherwise"
+    return vision, None
+
+
+def make_sampler(
+    trainer: Any, engine: RolloutEngine, vision: Vision | None, **callbacks: Callable[..., Any]
+) -> Sampler:
     """Return what samples from the policy of a trainer; `callbacks` are those of [`VLLMSampler`]."""
+    # Nothing can follow a token that stands for a picture which nobody has.
+    ends = [*trainer.eos_token_ids, *(vision.token_ids if vision else ())]
     if not trainer.use_vllm:
-        return TransformersSampler(trainer)
+        return TransformersSampler(trainer, ends)
     args = trainer.args
     return VLLMSampler(
         backend=trainer.vllm_generation,
         model=lambda: trainer.model,
         accelerator=trainer.accelerator,
-        end_of_turn_ids=trainer.eos_token_ids,
+        end_of_turn_ids=ends,
         num_reserved=int(args.constrained_decoding),
         sleeps=args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
         step=lambda: trainer.state.global_step,

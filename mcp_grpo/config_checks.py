@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from datasets import Dataset
-from transformers import ProcessorMixin
 
 from mcp_grpo.config import MCPGRPOConfig, own_settings
 from mcp_grpo.errors import SettingsError
@@ -163,9 +162,5 @@ def _refusals(
         (
             args.remove_unused_columns,
             "`remove_unused_columns=True` would drop the tasks' columns. Set it to `False`.",
-        ),
-        (
-            isinstance(kwargs.get("processing_class"), ProcessorMixin),
-            "`processing_class` must be a tokenizer: tools are text. Pass the processor's `.tokenizer`.",
         ),
     ]

@@ -22,6 +22,7 @@ from mcp_grpo.build import (
     make_reference,
     make_sampler,
     make_value_estimator,
+    make_vision,
     make_vllm_backend,
 )
 from mcp_grpo.config import MCPGRPOConfig
@@ -36,6 +37,7 @@ from mcp_grpo.learning import (
     PromptSharing,
     SampledOnly,
     ScoredOnce,
+    Seeing,
     SharedPrompts,
     TurnRewards,
     Unpadded,
@@ -46,6 +48,7 @@ from mcp_grpo.learning import (
     flat_turns,
     joined,
     load_value_head,
+    picture_columns,
     returns_to_go,
     rollout_columns,
     row_columns,
@@ -101,6 +104,7 @@ from mcp_grpo.rollout import (
     output_rows,
     set_call_format,
 )
+from mcp_grpo.sampling.vision import Vision
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.tools import Catalog
 from mcp_grpo.tools.users import User
@@ -260,6 +264,8 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._sampled: torch.Tensor | None = (
             None  # which completion tokens of the pass at hand the policy wrote, if known
         )
+        self._vision: Vision | None = None
+        self._pictures: Columns = {}  # of the batch that is scored
         self._pass: Any = None  # what TRL's loss is given instead of a pass of its own
         if is_alone:
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
@@ -292,13 +298,22 @@ class MCPGRPOTrainer(GRPOTrainer):
     def _add_rollout(self, engine: RolloutEngine, tasks: Sequence[Task]) -> None:
         """Add what rolls out and what publishes, and check prompts and tools against the chat template."""
         rows = output_rows(self.accelerator.unwrap_model(self.model))
+        if self._tokenizer.chat_template is None:  # some models have it at their processor only
+            self._tokenizer.chat_template = cast(Any, self.processing_class).chat_template
         call_format = set_call_format(self._tokenizer, self.args.call_format, rows)
         if self.is_world_process_zero():
             call_format.say()
+        vision, blindness = make_vision(self)
         renderer = Renderer(
-            self._tokenizer, end_of_turn_ids=self.eos_token_ids, chat_template_kwargs=self.chat_template_kwargs
+            self._tokenizer,
+            end_of_turn_ids=self.eos_token_ids,
+            chat_template_kwargs=self.chat_template_kwargs,
+            vision=vision,
         )
-        sampler = make_sampler(self, engine, record=self._record, phase=self._monitor.phases)
+        self._vision, blindness = renderer.vision, blindness or renderer.blindness
+        if blindness and self.is_world_process_zero():
+            logger.warning("Images that tools return are named to the policy, not shown: %s.", blindness)
+        sampler = make_sampler(self, engine, self._vision, record=self._record, phase=self._monitor.phases)
         try:
             self._collector = make_collector(
                 self.args,
@@ -634,11 +649,12 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._records_values = self._values is not None and not self._is_on_policy
         if self._batch is not None:
             self._sampled = sampled_column(self._batch.trajectories, self.accelerator.device)
+            self._pictures = picture_columns(self._batch.trajectories, self._vision, self.accelerator.device)
         try:
             with self._monitor.phases("scoring"):
-                columns = super()._generate_and_score_completions(inputs)
+                columns = super()._generate_and_score_completions(inputs) | self._pictures
         finally:
-            self._records_values, self._sampled = False, None
+            self._records_values, self._sampled, self._pictures = False, None, {}
         if self.model.training:
             seen = ("reward", "frac_reward_zero_std")
             self._monitor.seen |= {key: self._metrics["train"][key][-1] for key in seen}
@@ -922,7 +938,10 @@ class MCPGRPOTrainer(GRPOTrainer):
     ) -> Any:
         if self._pass is not None:
             return self._pass
+        kwargs |= self._pictures
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
+        if self._vision is not None and not is_text:
+            model = Seeing(model, self._vision, cast("int", self._tokenizer.pad_token_id))
         if self._is_trimming and is_text:
             make = self._made_rows(model)
             model = AsSeen(make, self._views, logits_to_keep) if self._views else make(logits_to_keep)
@@ -1127,7 +1146,9 @@ class MCPGRPOTrainer(GRPOTrainer):
         return broadcast_object_list([found])[0]
 
     def _training_template(self) -> Any:
-        return nullcontext() if self._publisher is None else self._publisher.training_template(self._tokenizer)
+        if self._publisher is None:
+            return nullcontext()
+        return self._publisher.training_template(self._tokenizer, self.processing_class)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -97,6 +97,7 @@ __all__ = [
     "parse_response",
     "policy_for_generation",
     "policy_pass",
+    "processed_image",
     "qwen3_chat_template",
     "save_checkpoint_apart",
     "send_only",
@@ -377,6 +378,16 @@ def _unsharded(trainer: Any) -> Generator[None]:
             module.set_reshard_after_forward(
                 bool(trainer.accelerator.state.fsdp_plugin.reshard_after_forward), recurse=False
             )
+
+
+def processed_image(processor: Any, image: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """Return what a model takes for one picture beside tokens, and the text that its processor puts in the place of one."""
+    init_kwargs = processor.tokenizer.init_kwargs
+    settings = processor._merge_kwargs(
+        processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs, return_tensors="pt"
+    )
+    inputs, [placeholder] = processor._process_images([image], **settings["images_kwargs"])
+    return {name: value for name, value in inputs.items() if name not in processor.unused_input_names}, placeholder
 
 
 # ---- vLLM ----

@@ -5,6 +5,7 @@ The values that flow through a rollout: made once, never edited.
 log-probabilities and token ids cannot get out of step: they are all read off the same segments.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -156,6 +157,38 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """
+    A picture that a tool returned, and where it stands in the text of its result.
+
+    Args:
+        data (`bytes`):
+            The file, as the server sent it.
+        mime_type (`str`):
+            What the server says it is.
+        note (`str`):
+            What stands for it in the text of the result.
+        num_after (`int`, *optional*, defaults to `0`):
+            How many characters of the text come after it.
+    """
+
+    data: bytes = field(repr=False)
+    mime_type: str
+    note: str
+    num_after: int = 0
+
+    @property
+    def sha256(self) -> str:
+        """Return the hash of the file, by which it can be told from others."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Return what records have of it: which file it is, not the file."""
+        return {"sha256": self.sha256, "bytes": len(self.data), "mime_type": self.mime_type}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
     """
     The result of a tool call, error or not.
@@ -177,6 +210,9 @@ class ToolResult:
             What was changed in the arguments before the call, in words. The policy reads them too.
         num_cut (`int`, *optional*, defaults to `0`):
             How many characters were cut out of the text, because it was over the budget for one result.
+        images (`tuple[Image, ...]`, *optional*):
+            Pictures that came with it, in the order of their notes in the text. In a trajectory, those that the policy saw in the
+            place of their notes.
     """
 
     text: str
@@ -187,6 +223,7 @@ class ToolResult:
     num_attempts: int = 1
     repairs: tuple[str, ...] = ()
     num_cut: int = 0
+    images: tuple[Image, ...] = ()
 
     @property
     def is_error(self) -> bool:
@@ -250,12 +287,15 @@ class Segment:
         context_ids (`tuple[int, ...]`, *optional*):
             What the policy saw before it wrote these, where that was not all that stands before them: prompt included, with old
             tool results shortened. What follows was written after these, in the same context.
+        images (`tuple[Image, ...]`, *optional*):
+            Pictures that stand among tokens of the environment, in order: those of their placeholders are theirs.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     allowed_logprobs: tuple[float, ...] | None = None
     context_ids: tuple[int, ...] | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -384,6 +424,11 @@ class Trajectory:
     def completion_ids(self) -> tuple[int, ...]:
         """Return all tokens after the prompt, tool results included."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Return the pictures that the policy saw, in order."""
+        return tuple(chain.from_iterable(segment.images for segment in self.segments))
 
     @cached_property
     def views(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:

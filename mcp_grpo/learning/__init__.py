@@ -7,6 +7,7 @@ from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
 from mcp_grpo.learning.padding import SampledOnly, Unpadded, depends_on_width
 from mcp_grpo.learning.passes import BatchRows, joined
+from mcp_grpo.learning.pictures import Seeing, picture_columns
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.scored_once import ScoredOnce
 from mcp_grpo.learning.shared_prompts import PromptSharing, SharedPrompts
@@ -36,6 +37,7 @@ __all__ = [
     "PromptSharing",
     "SampledOnly",
     "ScoredOnce",
+    "Seeing",
     "SharedPrompts",
     "TokenMetrics",
     "TurnRewards",
@@ -50,6 +52,7 @@ __all__ = [
     "flat_turns",
     "joined",
     "load_value_head",
+    "picture_columns",
     "ratio_edges",
     "returns_to_go",
     "rollout_columns",

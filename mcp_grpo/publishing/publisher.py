@@ -160,14 +160,20 @@ class Publisher:
             yield
 
     @contextmanager
-    def training_template(self, tokenizer: Any) -> Generator[None]:
-        """Give a tokenizer the template of training while active: with the stock one, a policy would see other histories."""
-        stock = tokenizer.chat_template
-        tokenizer.chat_template = self._renderer.chat_template or stock
+    def training_template(self, tokenizer: Any, processor: Any) -> Generator[None]:
+        """
+        Give a tokenizer and the processor it is of, if any, the template of training while active: with the stock one, a policy
+        would see other histories.
+        """
+        stock = {id(each): (each, each.chat_template) for each in (tokenizer, processor)}
+        template = self._renderer.chat_template or tokenizer.chat_template
         try:
+            for each, _ in stock.values():
+                each.chat_template = template
             yield
         finally:
-            tokenizer.chat_template = stock
+            for each, own in stock.values():
+                each.chat_template = own
 
     def _plot(self, history: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> bool:
         """Draw the curves of a run, if there are any."""

@@ -51,7 +51,7 @@ _MARK = "{#- tool calls in fenced JSON -#}"
 _PRELUDE = (
     _MARK
     + """
-{%- set fenced = namespace(messages=[], results=[], calls=[], offer='') -%}
+{%- set fenced = namespace(messages=[], results=[], text='', calls=[], offer='') -%}
 {%- if tools -%}
     {%- set fenced.offer = OFFER -%}
     {%- for tool in tools -%}
@@ -69,11 +69,19 @@ _PRELUDE = (
 {%- endif -%}
 {%- for message in messages -%}
     {%- if message.role == 'tool' -%}
-        {%- set text = message.content | replace('```', "'''") -%}
-        {%- set fenced.results = fenced.results + ['```result\\n' ~ text ~ '\\n```'] -%}
+        {%- set fenced.text = fenced.text ~ ('\\n' if fenced.text or fenced.results else '') ~ '```result\\n' -%}
+        {%- for part in ([{'type': 'text', 'text': message.content}] if message.content is string else message.content) -%}
+            {%- if part.type == 'text' -%}
+                {%- set fenced.text = fenced.text ~ (part.text | replace('```', "'''")) -%}
+            {%- else -%}
+                {%- set fenced.results, fenced.text = fenced.results + [{'type': 'text', 'text': fenced.text}, part], '' -%}
+            {%- endif -%}
+        {%- endfor -%}
+        {%- set fenced.text = fenced.text ~ '\\n```' -%}
         {%- if loop.last or loop.nextitem.role != 'tool' -%}
-            {%- set fenced.messages = fenced.messages + [{'role': 'user', 'content': fenced.results | join('\\n')}] -%}
-            {%- set fenced.results = [] -%}
+            {%- set results = fenced.results + [{'type': 'text', 'text': fenced.text}] if fenced.results else fenced.text -%}
+            {%- set fenced.messages = fenced.messages + [{'role': 'user', 'content': results}] -%}
+            {%- set fenced.results, fenced.text = [], '' -%}
         {%- endif -%}
     {%- elif message.role == 'assistant' and message.tool_calls -%}
         {%- set fenced.calls = [message.content] if message.content else [] -%}

@@ -9,7 +9,7 @@ import anyio
 from mcp_grpo.rollout.loop import Attempt, result_messages
 from mcp_grpo.rollout.renderer import ParsedTurn
 from mcp_grpo.tools import Lease
-from mcp_grpo.types import Exchange, Message, Segment, StopReason
+from mcp_grpo.types import Exchange, Message, StopReason
 
 
 Watch = Callable[[Message | Exchange], None]
@@ -47,12 +47,12 @@ class Conversation(Attempt):
         if not self._prompt_ids:
             self.task = replace(self.task, prompt=(*self.task.prompt, message))
             return await self.begin(lease)
-        suffix = self._renderer.suffix_ids([*result_messages(self._unread), message], is_cut=self._is_cut)
+        read = [*result_messages(self._unread, self._renderer.vision), message]
+        suffix = self._renderer.suffix_ids(read, is_cut=self._is_cut)
         if self._room() <= len(suffix):
             self.error = "The conversation fills the model's context."
             return StopReason.CONTEXT_FULL
-        self._append(Segment(token_ids=suffix))
-        self._messages.append(message)
+        self._append_read(suffix, read)
         return await self.take_turns(lease)
 
     async def _generate(self, turn: int, schemas: Sequence[dict]) -> tuple[ParsedTurn, bool]:

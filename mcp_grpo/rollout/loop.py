@@ -16,9 +16,12 @@ from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import MAX_CHARACTERS_PER_TOKEN, ParsedTurn, Renderer
 from mcp_grpo.rollout.well_formed import well_formed
 from mcp_grpo.sampling.generator import Generator, Sampling
+from mcp_grpo.sampling.vision import MAX_IMAGES, Picture, UnseenError, Vision
 from mcp_grpo.tools import Lease, Tool, ToolPool
+from mcp_grpo.tools.images import after_cut, joined, split
 from mcp_grpo.types import (
     Exchange,
+    Image,
     Message,
     ResultKind,
     Segment,
@@ -154,6 +157,8 @@ class Attempt:
         self._turn_seconds: list[tuple[float, float]] = []
         self._user_exchanges: tuple[Exchange, ...] = ()
         self._num_turns = 0
+        self._pictures: tuple[Picture, ...] = ()  # in the history, in order
+        self._num_images = 0  # that the policy sees, or will
         self._context = Context(renderer, limits.old_results, limits.max_context)
         self._is_recast = False  # whether the history is not all that stands before it
 
@@ -247,6 +252,7 @@ class Attempt:
             seed=derived_seed(self._seed, turn),
             constraint=None if self._grammars is None else self._grammars.grammar(schemas),
             trajectory=self._seed,
+            pictures=self._pictures,
         )
         generation = await self._generator.generate(self._history, sampling)
         if generation.allowed_logprobs is not None and sampling.constraint is None:
@@ -269,6 +275,7 @@ class Attempt:
         )
         self._is_recast = False
         self._messages.append(parsed.message)
+        # A token that stands for a picture ends a turn, too, which cannot go on after it: nobody has such a picture.
         has_ended = generation.finish_reason == "stop" and generation.token_ids[-1] in self._renderer.end_of_turn_ids
         return parsed, has_ended
 
@@ -280,7 +287,7 @@ class Attempt:
         else:
             calls = parsed.calls
             with self._progress.calling(len(calls)):
-                results = await lease.call_all(calls)
+                results = [await self._looked_at(result) for result in await lease.call_all(calls)]
         return [
             Exchange(
                 call=ToolCall(name=well_formed(call.name), arguments=well_formed(call.arguments)),
@@ -292,13 +299,38 @@ class Attempt:
             for call, result in zip(calls, results, strict=True)
         ]
 
+    async def _looked_at(self, result: ToolResult) -> ToolResult:
+        """Keep the pictures of a result that the policy can see; the note of another says why it is not shown."""
+        vision = self._renderer.vision
+        if not result.images or vision is None or result.kind.is_server_fault:
+            return replace(result, images=()) if result.images else result
+        parts: list[str | Image] = []
+        room = float("inf") if self._limits.max_result_tokens is None else self._limits.max_result_tokens
+        for part in split(result.text, result.images):
+            if not isinstance(part, str):
+                try:
+                    # Large ones take a while, in which other trajectories go on.
+                    num_tokens = (await anyio.to_thread.run_sync(vision.picture, part)).num_tokens
+                    if num_tokens > room:
+                        raise UnseenError(f"it takes {num_tokens} tokens, and there is room for {int(room)}")
+                    if self._num_images >= MAX_IMAGES:
+                        raise UnseenError(f"you have seen {MAX_IMAGES} images already")
+                    room -= num_tokens
+                    self._num_images += 1
+                except UnseenError as why:
+                    part = f"{part.note.removesuffix(']')}; not shown: {why}]"
+            parts.append(part)
+        text, images = joined(parts)
+        return replace(result, text=text, images=images)
+
     def _shortened(self, result: ToolResult) -> ToolResult:
         max_tokens = self._limits.max_result_tokens
         # Why a server failed is for us to read, not for the policy.
         if max_tokens is None or result.kind.is_server_fault:
             return result
         text, num_cut = self._renderer.shortened(result.text, max_tokens)
-        return replace(result, text=text, num_cut=num_cut) if num_cut else result
+        images = after_cut(result.images, result.text, text)
+        return replace(result, text=text, num_cut=num_cut, images=images) if num_cut else result
 
     def _hear(self, said: UserTurn, tools: Sequence[Tool]) -> StopReason | None:
         """Append what the user says for the policy to read, or say why it does not fit."""
@@ -311,7 +343,7 @@ class Attempt:
 
     async def _observe(self, exchanges: Sequence[Exchange], schemas: Sequence[dict]) -> StopReason | None:
         """Append the results for the policy to read, or say why they do not fit."""
-        messages = result_messages(exchanges)
+        messages = result_messages(exchanges, self._renderer.vision)
         if self._context.wants_summary(self._num_tokens, messages, self._history):
             asked = [*messages, SUMMARY_REQUEST]
             if self._num_tokens(asked) + MIN_SUMMARY <= self._room():
@@ -356,9 +388,15 @@ class Attempt:
             return self._full(f"{what} of {num_characters} characters")
         if messages[0]["role"] == "tool":
             self._context.note_results(len(self._segments), [m for m in messages if m["role"] == "tool"], messages)
-        self._append(Segment(token_ids=suffix))
-        self._messages += messages
+        self._append_read(suffix, messages)
         return None
+
+    def _append_read(self, suffix: tuple[int, ...], messages: Sequence[Message]) -> None:
+        """Append messages for the policy to read, given their tokens."""
+        pictures = tuple(picture for message in messages for picture in message.get("images", ()))
+        self._append(Segment(token_ids=suffix, images=tuple(picture.image for picture in pictures)))
+        self._pictures += pictures
+        self._messages += [recorded(message) for message in messages]
 
     def _full(self, what: str) -> StopReason:
         self.error = f"{what} did not fit into the model's context."
@@ -395,14 +433,25 @@ class Attempt:
         return int(min(self._budget(), self._context_room()))
 
 
-def result_messages(exchanges: Sequence[Exchange]) -> list[Message]:
-    """Return the results of calls as messages for the policy to read."""
+def result_messages(exchanges: Sequence[Exchange], vision: Vision | None = None) -> list[Message]:
+    """Return the results of calls as messages for the policy to read, with the pictures that it can see under `images`."""
     # A name that the policy made up is not echoed: templates trust names and could render control tokens.
     unnamed = (ResultKind.UNKNOWN_TOOL, ResultKind.MALFORMED_CALL)
-    return [
-        {"role": "tool", "name": "unknown" if e.result.kind in unnamed else e.call.name, "content": e.result.text}
-        for e in exchanges
-    ]
+    messages: list[Message] = []
+    for exchange in exchanges:
+        call, result = exchange.call, exchange.result
+        name = "unknown" if result.kind in unnamed else call.name
+        messages.append({"role": "tool", "name": name, "content": result.text})
+        if vision is not None and result.images:
+            messages[-1]["images"] = [vision.picture(image) for image in result.images]
+    return messages
+
+
+def recorded(message: Message) -> Message:
+    """Return a message as a trajectory has it: which pictures it had, not the pictures."""
+    if "images" not in message:
+        return message
+    return {**message, "images": [picture.image.reference for picture in message["images"]]}
 
 
 def told_of(tools: Sequence[Tool]) -> str:

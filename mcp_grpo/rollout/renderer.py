@@ -1,13 +1,15 @@
 """Convert messages to tokens and back, by the model's own chat template."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, Literal
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from mcp_grpo.errors import SettingsError, TemplateError
@@ -15,6 +17,8 @@ from mcp_grpo.masking.formats.cursor import num_shared
 from mcp_grpo.masking.vocabulary import Vocabulary
 from mcp_grpo.rollout.recent import Recent
 from mcp_grpo.rollout.well_formed import well_formed
+from mcp_grpo.sampling.vision import Picture, Vision
+from mcp_grpo.tools.images import split
 from mcp_grpo.trl_compat import (
     add_response_schema,
     get_training_chat_template,
@@ -35,9 +39,14 @@ MAX_CHARACTERS_PER_TOKEN = 32
 # changes it, and no tool returns it.
 _PLACEHOLDER = "toolresultplaceholder{}stop"
 
+# Comes before pictures where the chat template has them only in messages of the user.
+_SHOWN = "Images that the tools returned, in order:\n"
+
 # Where a long result was cut, and the same for a budget that is hardly longer than that.
 _MARKER = "\n[... {} of {} characters cut; ask for less ...]\n"
 _SHORT_MARKER = "\n[...]\n"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,9 @@ class Renderer:
     it was sampled, then the *suffix*, which the template puts after an assistant turn for the tool messages and the next
     generation prompt. A template that rewrites earlier turns is replaced by TRL's prefix-preserving version of it, or
     refused. If the tokenizer has no `response_template`, the one of its family is set on it.
+
+    Messages of tools may have pictures under `images`. The template writes them where their notes are, or, if it has them only in
+    messages of the user, in one that follows. With a template that has none at all, `vision` is `None`: see `blindness`.
     """
 
     def __init__(
@@ -65,8 +77,10 @@ class Renderer:
         *,
         end_of_turn_ids: Sequence[int],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.tokenizer: Any = tokenizer  # its type hints are too wide
+        self.vision: Vision | None = None
         self.end_of_turn_ids = tuple(end_of_turn_ids)
         try:
             self.vocabulary: Vocabulary | None = Vocabulary(tokenizer)
@@ -75,7 +89,7 @@ class Renderer:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         # Rendered once, since they depend on the tools' names alone.
         self._turns: dict[tuple[str | None, int], tuple[list[Message], str, str]] = {}
-        self._framed: dict[tuple[tuple[str | None, ...], bool], list[str]] = {}
+        self._framed: dict[tuple[tuple[Any, ...], bool], list[str]] = {}
         # The attempts at a task begin alike, and often ask and are told the same.
         self._prompts: Recent[tuple[int, ...]] = Recent(NUM_PROMPTS)
         self._suffixes: Recent[tuple[int, ...]] = Recent(NUM_SUFFIXES)
@@ -101,13 +115,24 @@ class Renderer:
         self._control = re.compile("(?=(" + "|".join(map(re.escape, literals)) + "))") if literals else None
         self._turn_ends: list[str] = [self.tokenizer.convert_ids_to_tokens(i) for i in self.end_of_turn_ids]
         self._check_template()
+        self.blindness: str | None = None
+        """Why pictures are not shown although the policy could see them."""
+        self._images_in: Literal["tool", "user"] = "tool"
+        if vision is not None:
+            self._open_eyes(vision)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of an opening prompt, up to where the policy's first turn begins."""
 
         def encode() -> tuple[int, ...]:
             text = self._render(messages, tools=tools, add_generation_prompt=True)
-            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if self.vision is not None and not set(ids).isdisjoint(self.vision.token_ids):
+                raise TemplateError(
+                    f"The prompt that begins with {text[:80]!r} has a token that stands for a picture. Only tools can show pictures to "
+                    "the policy: take it out of the prompt, and let a tool return it."
+                )
+            return ids
 
         try:
             key = json.dumps([list(messages), list(tools)])
@@ -150,7 +175,7 @@ class Renderer:
 
         Text of a tool or user never becomes a control token: where it holds the literal of one, it is encoded in two pieces
         that meet inside the literal. It still decodes to the same text, and other text is tokenised exactly as the template's
-        own rendering of it.
+        own rendering of it. The token that the template writes for a picture is replaced as the processor does it, once.
         """
         if any(message.keys() - _PLAIN for message in messages):
             return self._suffix(messages, is_cut=is_cut)
@@ -160,8 +185,11 @@ class Renderer:
     def _suffix(self, messages: Sequence[Message], *, is_cut: bool) -> tuple[int, ...]:
         # A lone surrogate, which JSON can carry but no text can, would stop the tokenizer.
         messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
+        messages, pictures = self._with_pictures(messages)
+        texts = _texts(messages)
         frames = self._frames(messages, is_cut=is_cut)
-        contents = [self._rendered_content(messages, frames, i, is_cut=is_cut) for i in range(len(messages))]
+        contents = [self._rendered_content(messages, frames, i, is_cut=is_cut) for i in range(len(texts))]
+        frames = self._expanded(frames, pictures)
         text, spans = frames[0], []
         for content, frame in zip(contents, frames[1:], strict=True):
             spans.append((len(text), len(text) + len(content)))
@@ -314,39 +342,85 @@ class Renderer:
         return self._turns[name, rounds]
 
     def _frames(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[str]:
-        """Return what the template puts before, between and after the contents of messages."""
-        names = tuple(message.get("name") for message in messages)  # those of the user have none
-        if (names, is_cut) not in self._framed:
-            placeholders = [_PLACEHOLDER.format(i) for i in range(len(names))]
-            replaced = [{**m, "content": p} for m, p in zip(messages, placeholders, strict=True)]
-            text = self._suffix_text(replaced, is_cut=is_cut)
+        """Return what the template puts before, between and after the texts of messages."""
+        # Those of the user have no name.
+        shape = tuple((m.get("name"), _kinds(m["content"])) for m in messages)
+        if (shape, is_cut) not in self._framed:
+            placeholders = [_PLACEHOLDER.format(i) for i in range(len(_texts(messages)))]
+            text = self._suffix_text(_filled(messages, placeholders), is_cut=is_cut)
             frames = []
             for placeholder in placeholders:
                 frame, found, text = text.partition(placeholder)
                 if not found:
                     raise TemplateError("The chat template drops or rewrites the content of messages.")
                 frames.append(frame)
-            self._framed[names, is_cut] = [*frames, text]
-        return self._framed[names, is_cut]
+            self._framed[shape, is_cut] = [*frames, text]
+        return self._framed[shape, is_cut]
 
     def _rendered_content(
         self, messages: Sequence[Message], frames: list[str], index: int, *, is_cut: bool = False
     ) -> str:
-        """Return the content of one message as the template writes it: escaped, trimmed or as it is."""
-        replaced = [
-            {**m, "content": m["content"] if i == index else _PLACEHOLDER.format(i)} for i, m in enumerate(messages)
-        ]
-        text = self._suffix_text(replaced, is_cut=is_cut)
+        """Return one text of the messages as the template writes it: escaped, trimmed or as it is."""
+        texts = _texts(messages)
+        replaced = [text if i == index else _PLACEHOLDER.format(i) for i, text in enumerate(texts)]
+        text = self._suffix_text(_filled(messages, replaced), is_cut=is_cut)
         before = "".join(frame + _PLACEHOLDER.format(i) for i, frame in enumerate(frames[:index])) + frames[index]
         after = frames[index + 1] + "".join(
-            _PLACEHOLDER.format(i) + frames[i + 1] for i in range(index + 1, len(messages))
+            _PLACEHOLDER.format(i) + frames[i + 1] for i in range(index + 1, len(texts))
         )
         if not (text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)):
             raise TemplateError(
-                f"The chat template frames the message {replaced[index]['content'][:80]!r} differently from "
+                f"The chat template frames the message {texts[index][:80]!r} differently from "
                 "others, so that it cannot be told apart from the template's control tokens."
             )
         return text[len(before) : len(text) - len(after)]
+
+    def _with_pictures(self, messages: Sequence[Message]) -> tuple[list[Message], list[Picture]]:
+        """Return messages whose content is text, or texts with `None` where a picture is; and the pictures, in order."""
+        shown: list[Message] = []
+        pictures: list[Picture] = []
+        for message in messages:
+            message, own = {**message}, list[Picture](message.pop("images", ()) if "images" in message else ())
+            pictures += own
+            if own and self._images_in == "tool":
+                parts = split(message["content"], [picture.image for picture in own])
+                # Blanks between pictures, which some templates take away with what is around them, are left out.
+                message["content"] = [
+                    part if isinstance(part, str) else None
+                    for part in parts
+                    if not isinstance(part, str) or part.strip()
+                ]
+            shown.append(message)
+        if pictures and self._images_in == "user":
+            # What the user says next comes after them, in the same message.
+            said = [m["content"] for m in shown if m["role"] == "user"]
+            shown = [m for m in shown if m["role"] != "user"]
+            shown.append({"role": "user", "content": [_SHOWN, *[None] * len(pictures), *said]})
+        return shown, pictures
+
+    def _expanded(self, frames: Sequence[str], pictures: Sequence[Picture]) -> list[str]:
+        """Put what stands for pictures in the place of the token that the template writes for each."""
+        if not pictures or self.vision is None:
+            return list(frames)
+        token, left = re.escape(self.vision.token), iter(pictures)
+        if sum(len(re.findall(token, frame)) for frame in frames) != len(pictures):
+            raise TemplateError(f"The chat template does not write {self.vision.token!r} once for each picture.")
+        return [re.sub(token, lambda _: next(left).placeholder, frame) for frame in frames]
+
+    def _open_eyes(self, vision: Vision) -> None:
+        """Find out where the chat template has pictures, if it has any."""
+        self.vision = vision
+        seen = vision.probe
+        result: Message = {"role": "tool", "name": "probe", "content": "before[probe]after", "images": [seen]}
+        for self._images_in in ("tool", "user"):
+            try:
+                self._suffix([result, {**result, "images": [seen, seen]}], is_cut=False)
+            except (TemplateError, jinja2.TemplateError, TypeError) as error:
+                self.blindness = f"its chat template has none in messages of tools or of the user ({error})"
+            else:
+                self.blindness = None
+                return
+        self.vision = None
 
     @cached_property
     def _marker_length(self) -> int:
@@ -378,6 +452,37 @@ class Renderer:
                 "The chat template renders a second tool result differently from the first, so turns cannot be "
                 "appended token by token. Use the model's stock template, for which a training version is known."
             )
+
+
+Content = str | list[str | None]  # of a message: a text, or texts with `None` where a picture is
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    """Return the texts of messages, in order."""
+    contents: list[Content] = [message["content"] for message in messages]
+    return list(chain.from_iterable([c] if isinstance(c, str) else [t for t in c if t is not None] for c in contents))
+
+
+def _kinds(content: Content) -> tuple[bool, ...] | None:
+    """Return which parts of a content are pictures; `None` for a plain text."""
+    return None if isinstance(content, str) else tuple(part is None for part in content)
+
+
+def _filled(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    """Return messages for the template, with other texts."""
+    left = iter(texts)
+    return [
+        {
+            **message,
+            "content": next(left)
+            if isinstance(message["content"], str)
+            else [
+                {"type": "image"} if part is None else {"type": "text", "text": next(left)}
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
 
 
 def _why_bare(text: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:

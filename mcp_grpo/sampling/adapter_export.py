@@ -24,6 +24,8 @@ def adapter_problem(policy: Any) -> str | None:
     # On a GPU, vLLM ignores it in the log-probabilities of prompts, which the weight probe compares.
     if found is None and isinstance(base.get_output_embeddings(), LoraLayer):
         found = "its adapter reaches the output layer"
+    if found is None and base.config.get_text_config() is not base.config:
+        found = "the model reads more than text, and vLLM applies adapters to the layers for text only"
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from mcp_grpo.masking.grammar import TurnGrammar
+from mcp_grpo.sampling.vision import Picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Sampling:
             Grammar that keeps tool calls valid. `None` samples freely.
         trajectory (`int`, *optional*, defaults to `0`):
             Number of the trajectory, so that all its turns can go to the server that holds its prefix.
+        pictures (`tuple[Picture, ...]`, *optional*):
+            Pictures in the prompt, in order; their tokens are in it, each as often as the model needs it.
     """
 
     max_tokens: int
@@ -31,6 +34,7 @@ class Sampling:
     seed: int = 0
     constraint: TurnGrammar | None = None
     trajectory: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,12 +61,15 @@ class TransformersSampler:
     Args:
         trainer (`GRPOTrainer`):
             The trainer.
+        end_of_turn_ids (`Sequence[int]`):
+            Tokens that end a turn.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, end_of_turn_ids: Sequence[int]) -> None:
         self.max_context: int | None = None
         self.sleeps = False
         self._trainer = trainer
+        self._end_of_turn_ids = end_of_turn_ids
         self._generator: TransformersGenerator | None = None
         if trainer.accelerator.device.type == "cpu":
             choose_threads(trainer.model.num_parameters())
@@ -81,8 +84,8 @@ class TransformersSampler:
         with policy_for_generation(trainer) as model:
             self._generator = TransformersGenerator(
                 model,
-                end_of_turn_ids=trainer.eos_token_ids,
-                pad_token_id=trainer.processing_class.pad_token_id,
+                end_of_turn_ids=self._end_of_turn_ids,
+                pad_token_id=trainer._tokenizer.pad_token_id,
                 autocast=trainer.accelerator.autocast,
             )
             try:

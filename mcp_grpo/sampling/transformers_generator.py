@@ -21,6 +21,7 @@ from mcp_grpo.errors import RolloutError
 from mcp_grpo.masking.constrained import Constraints
 from mcp_grpo.precision import in_double
 from mcp_grpo.sampling.generator import Generation, Sampling
+from mcp_grpo.sampling.vision import picture_inputs, token_types, type_column
 
 
 # Seconds. A batch costs about the same for one row as for many, so it is held open while requests keep coming, but never
@@ -132,12 +133,14 @@ class TransformersGenerator:
             ids[row, :shared], mask[row, :shared] = prompt[:shared], 1
             ids[row, start:], mask[row, start:] = prompt[shared:], 1
         samplings = [request.sampling for request in batch]
+        pictures = self._picture_inputs(samplings, ids)
         sampler = _RowSampler(samplings)
         budgets = torch.tensor([sampling.max_tokens for sampling in samplings], device=device)
         with self._autocast(), _bare_generation_config(self._model):
             output = self._model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
+                **{name: value.to(device) for name, value in pictures.items()},
                 past_key_values=self._shared_cache(ids[:1, :shared].to(device), len(batch)) if shared else None,
                 generation_config=GenerationConfig(
                     max_new_tokens=int(budgets.max()),
@@ -153,6 +156,14 @@ class TransformersGenerator:
             )
         tokens, logprobs, allowed_logprobs = output[:, width:].tolist(), sampler.logprobs(), sampler.allowed_logprobs()
         return [self._cut(*row) for row in zip(samplings, tokens, logprobs, allowed_logprobs, strict=True)]
+
+    def _picture_inputs(self, samplings: Sequence[Sampling], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the model takes beside tokens, where there are pictures among them."""
+        pictures = [picture for sampling in samplings for picture in sampling.pictures]
+        if not pictures:
+            return {}
+        types, token_ids = type_column(self._model), pictures[0].token_ids
+        return picture_inputs(pictures) | ({} if types is None else {types: token_types(ids, token_ids)})
 
     def _cut(
         self, sampling: Sampling, tokens: list[int], logprobs: list[float], allowed_logprobs: list[float]
@@ -170,8 +181,12 @@ class TransformersGenerator:
 
     @property
     def _can_share_prefix(self) -> bool:
-        # Padding in the middle needs attention that follows the mask alone: no recurrent state, no window.
-        layers = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
+        # Padding in the middle needs attention that follows the mask alone: no recurrent state, no window. Models that read more than
+        # text keep positions of their own.
+        config = self._model.config
+        if config.get_text_config() is not config:
+            return False
+        layers = getattr(config, "layer_types", None) or ()
         return all(layer == "full_attention" for layer in layers) and bool(layers)
 
     def _shared_cache(self, ids: torch.Tensor, num_rows: int) -> DynamicCache:

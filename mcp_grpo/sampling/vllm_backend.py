@@ -204,7 +204,7 @@ class VLLMBackend(VLLMGeneration):
         self.bytes_sent = 0
         if self.accelerator.device.type != "cpu":
             super().sync_weights()
-            self._reset_prefix_cache()
+            self._forget_old_weights()
             return
         # On a CPU, vLLM packs weights, which TRL's own loading does not know.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
@@ -213,13 +213,15 @@ class VLLMBackend(VLLMGeneration):
         for layer in model.modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
-        self._reset_prefix_cache()
+        self._forget_old_weights()
 
-    def _reset_prefix_cache(self) -> None:
+    def _forget_old_weights(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise SamplerError(
                 "vLLM has requests under way, and keeps its cache of old weights. This is a bug in mcp_grpo: please report it."
             )
+        if self._policy.config.get_text_config() is not self._policy.config:
+            self.llm.llm_engine.reset_encoder_cache()  # what the old weights made of pictures
 
     def _send_adapter(self) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]

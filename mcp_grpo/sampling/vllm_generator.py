@@ -11,6 +11,7 @@ from typing import Any
 
 from mcp_grpo.errors import SamplerError
 from mcp_grpo.sampling.generator import Generation, Sampling, with_allowed_logprobs
+from mcp_grpo.sampling.vision import Picture, decode
 
 
 _IDLE_SECONDS = 1.0  # between checks of whether the rollout is done
@@ -21,6 +22,7 @@ class _Request:
     prompt_ids: Sequence[int]
     params: Any
     request_id: str
+    pictures: Sequence[Picture] = ()
     result: Future[Any] = field(default_factory=Future)
 
 
@@ -53,7 +55,7 @@ class VLLMGenerator:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """See [`Generator.generate`]."""
-        output = await self._ask(prompt_ids, _params(sampling, self._end_of_turn_ids))
+        output = await self._ask(prompt_ids, _params(sampling, self._end_of_turn_ids), sampling.pictures)
         completion = output.outputs[0]
         generation = Generation(
             token_ids=tuple(completion.token_ids),
@@ -63,10 +65,10 @@ class VLLMGenerator:
         if sampling.constraint is None:
             return generation
         # vLLM reports the constrained distribution; score the tokens without the constraint.
-        (scores,) = await self.score([*prompt_ids, *generation.token_ids])
+        (scores,) = await self.score([*prompt_ids, *generation.token_ids], sampling.pictures)
         return with_allowed_logprobs(generation, scores)
 
-    async def score(self, token_ids: Sequence[int]) -> list[list[float]]:
+    async def score(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> list[list[float]]:
         """Return the policy's log-probabilities of tokens at temperature 1, all but the first; one list per engine."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -74,19 +76,25 @@ class VLLMGenerator:
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        output = await self._ask(token_ids, params)
+        output = await self._ask(token_ids, params, pictures)
         rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [[row[token].logprob for token, row in rows]]
 
-    async def _ask(self, prompt_ids: Sequence[int], params: Any) -> Any:
-        request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}")
+    async def _ask(self, prompt_ids: Sequence[int], params: Any, pictures: Sequence[Picture] = ()) -> Any:
+        request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}", pictures)
         self._inbox.put(request)
         try:
             # The future stays pending until the engine is done, so that it can still be cancelled.
-            return await asyncio.wrap_future(request.result)
+            output = await asyncio.wrap_future(request.result)
         finally:
             if not request.result.done() or request.result.cancelled():
                 self._inbox.put(request.request_id)
+        if pictures and list(output.prompt_token_ids) != list(prompt_ids):
+            raise SamplerError(
+                "vLLM put other tokens in the place of a picture than the model's processor: its turns would be learnt in another "
+                "context than they were written in. Sample with `use_vllm=False`."
+            )
+        return output
 
     def serve(self, until: Future[Any]) -> None:
         """See [`Generator.serve`]."""
@@ -122,7 +130,7 @@ class VLLMGenerator:
         try:
             self._engine.add_request(
                 request.request_id,
-                {"prompt_token_ids": list(request.prompt_ids)},
+                _prompt(request.prompt_ids, request.pictures),
                 request.params,
                 lora_request=self._adapter(),
             )
@@ -146,6 +154,29 @@ class VLLMGenerator:
         # As our own error: a `KeyboardInterrupt` belongs to this thread, and would end the waiting event loop.
         for request in self._under_way.values():
             _resolve(request, SamplerError(f"Generation was cut off by {error!r}."))
+
+
+def _prompt(prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+    """
+    Return a prompt as vLLM takes it. It replaces the first token of each picture by as many as the picture needs, so that all but
+    the first are left out here.
+    """
+    if not pictures:
+        return {"prompt_token_ids": list(prompt_ids)}
+    token_ids, counts = pictures[0].token_ids, iter([picture.num_tokens for picture in pictures])
+    kept: list[int] = []
+    num_more = 0  # tokens of the picture at hand that are still to come
+    for token in prompt_ids:
+        if token in token_ids and num_more == 0:
+            num_more = next(counts, 1)
+            kept.append(token)
+        elif token not in token_ids:
+            kept.append(token)
+        num_more -= token in token_ids
+    return {
+        "prompt_token_ids": kept,
+        "multi_modal_data": {"image": [decode(picture.image) for picture in pictures]},
+    }
 
 
 def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:

@@ -11,6 +11,7 @@ A recording is a text file with one JSON object per line. The first line lists t
 A call of a `state_tool` also has `after`: a hash of the trajectory's earlier calls to that server that may have changed
 something, its set-up included. The first line then names the `state_tools`, and likewise the `setup_tools` and `user_tools`.
 A message of a user that is not the task's own is recorded like a call, of the server `(user)`; what that user called is not.
+Pictures that tools returned are files in a folder beside the recording (`calls.jsonl` has `calls.images`), named by their hashes.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ import mcp.types as types
 from mcp_grpo.errors import CassetteError, ToolServerError
 from mcp_grpo.tools.catalog import Tool
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.images import ImageFolder, after_cut
 from mcp_grpo.tools.sessions.server import CallServer
 from mcp_grpo.types import ResultKind, ToolResult
 
@@ -80,6 +82,7 @@ class Cassette:
             raise CassetteError(f"The mode of a cassette must be one of {get_args(Mode)}, got {mode!r}.")
         self.path = Path(path)
         self.mode: Mode = mode
+        self._images = ImageFolder(self.path.with_suffix(".images"))
         self._configs: dict[str, ServerConfig] = {}
         self._file: TextIO | None = None
         self.listed: dict[str, tuple[types.Tool, ...]] = {}  # the recorded tools of each server; none for a new file
@@ -250,15 +253,21 @@ class Cassette:
         return ToolResult(text=text, kind=ResultKind.SERVER_ERROR, server=call.server)
 
     def _write_call(self, call: "_Call", result: ToolResult) -> None:
+        if self._file is None:
+            return
+        text = self._hide_secrets(call.server, result.text)
         hidden = replace(
             result,
-            text=self._hide_secrets(call.server, result.text),
+            text=text,
             structured=self._hide_secrets(call.server, result.structured),
+            images=after_cut(result.images, result.text, text),
         )
         content = {name: value for name, value in asdict(call).items() if name != "after" or value is not None}
         # Of the result, only what differs from its default; the call names the server.
         values = {field: getattr(hidden, field.name) for field in fields(hidden) if field.name != "server"}
         content["result"] = {field.name: value for field, value in values.items() if value != field.default}
+        if hidden.images:
+            content["result"]["images"] = self._images.keep(hidden.images)
         self._write(content)
 
     def _write_header(self) -> None:
@@ -333,7 +342,7 @@ class Cassette:
             if self._hash is None:
                 self._read_header(content)
             else:
-                call, result = _read_call(content)
+                call, result = _read_call(content, self._images)
                 if self.mode == "replay":
                     self._in_order[call.place] = (call, result)
                 elif self.mode == "match" or _is_kept(result):
@@ -397,11 +406,12 @@ class _Call:
         return f"`{self.tool}` of server {self.server!r} with {arguments}"
 
 
-def _read_call(content: dict[str, Any]) -> tuple[_Call, ToolResult]:
+def _read_call(content: dict[str, Any], images: ImageFolder) -> tuple[_Call, ToolResult]:
     result: dict[str, Any] = content.pop("result")
     call = _Call(**content)
     result["kind"] = ResultKind(result.get("kind", ResultKind.OK))
     result["repairs"] = tuple(result.get("repairs", ()))
+    result["images"] = images.take(result.get("images", ()))
     return call, ToolResult(**result, server=call.server)
 
 

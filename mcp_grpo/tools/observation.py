@@ -21,9 +21,10 @@ from mcp.types import (
 )
 
 from mcp_grpo.tools.config import ServerConfig
+from mcp_grpo.tools.images import after_cut, between, image_of, joined
 from mcp_grpo.tools.transports.framing import MALFORMED, OVERSIZED, TOO_MANY_VALUES
 from mcp_grpo.tools.transports.http import TRANSPORT
-from mcp_grpo.types import OUTAGE, ResultKind, ToolResult
+from mcp_grpo.types import OUTAGE, Image, ResultKind, ToolResult
 
 
 NO_MESSAGE = "The tool reported an error without saying which."
@@ -33,25 +34,28 @@ _DOCS_LINK = re.compile(r"\s*For further information visit https://errors\.pydan
 def observed(result: CallToolResult, *, config: ServerConfig, tool: str, seconds: float) -> ToolResult:
     """
     Return the tool result in a server's reply. Its text holds the text parts and names the others, so that nothing is lost
-    silently; structured content is used only without text, since servers send both and one repeats the other.
+    silently; pictures come with it. Structured content is used only without text, since servers send both and one repeats the other.
     """
-    parts = [_as_text(part) for part in result.content]
+    parts: list[str | Image] = [_as_part(part) for part in result.content]
     has_text = any(isinstance(part, TextContent) and part.text for part in result.content)
     if not has_text and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    text = "\n".join(parts)
+    whole, images = joined(between("\n", parts))
+    text = whole
     kind = ResultKind.OK
     # A state may quote what the policy wrote, errors included.
     patterns = () if tool == config.state_tool else config.error_regexes
     if result.is_error or any(regex.search(text) for regex in patterns):
         kind = ResultKind.SERVER_ERROR if (result.meta or {}).get(OUTAGE) else ResultKind.TOOL_ERROR
         text = _DOCS_LINK.sub("", text) or NO_MESSAGE
+    text = config.hide_secrets(text)
     return ToolResult(
-        text=config.hide_secrets(text),
+        text=text,
         kind=kind,
         structured=config.hide_secrets(result.structured_content),
         server=config.name,
         seconds=seconds,
+        images=after_cut(images, whole, text),
     )
 
 
@@ -89,6 +93,12 @@ def _is_broken_reply(error: MCPError) -> bool:
         or (error.code == CONNECTION_CLOSED and error.message.startswith("SSE stream"))
         or error.message == "Server returned an error response"
     )
+
+
+def _as_part(part: ContentBlock) -> str | Image:
+    text = _as_text(part)
+    image = image_of(part.data, part.mime_type, text) if isinstance(part, ImageContent) else None
+    return text if image is None else image
 
 
 def _as_text(part: ContentBlock) -> str:
