@@ -940,14 +940,12 @@ class MCPGRPOTrainer(GRPOTrainer):
             return self._pass
         kwargs |= self._pictures
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
-        if self._vision is not None and not is_text:
-            model = Seeing(model, self._vision, cast("int", self._tokenizer.pad_token_id))
         if self._is_trimming and is_text:
             make = self._made_rows(model)
-            model = AsSeen(make, self._views, logits_to_keep) if self._views else make(logits_to_keep)
         else:
-            called = self._checkpointing.around(model) if self._objective.is_guarded else model
-            model = AsSeen(lambda num_tokens: called, self._views, logits_to_keep) if self._views else called
+            called = self._made_whole(model, is_text=is_text)
+            make = lambda num_tokens: called  # noqa: E731
+        model = AsSeen(make, self._views, logits_to_keep) if self._views else make(logits_to_keep)
         if self._sampled is not None:
             model = SampledOnly(model, self._sampled, logits_to_keep)
         if self._records_values:
@@ -956,6 +954,14 @@ class MCPGRPOTrainer(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(
             cast(Any, model), input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+
+    def _made_whole(self, model: Any, *, is_text: bool) -> Any:
+        """Return what to call instead of a model on rows as they are."""
+        if (
+            self._vision is not None and not is_text
+        ):  # what pictures take is not known, so checkpointing stays as it is
+            return Seeing(model, self._vision, cast("int", self._tokenizer.pad_token_id))
+        return self._checkpointing.around(model) if self._objective.is_guarded else model
 
     def _made_rows(self, model: Any) -> Callable[[int], Any]:
         """Return what makes a model that spends no time on padding and shared prompts, given the width of completions."""
