@@ -346,7 +346,11 @@ class MCPGRPOTrainer(GRPOTrainer):
         """Add what learns, and what records."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         give_bias(policy)
-        self._turn_rewards = TurnRewards(self._bounded_rewards(), self.reward_func_names)
+        self._turn_rewards = TurnRewards(
+            self._bounded_rewards(),
+            self.reward_func_names,
+            are_added_up=self.args.advantage_mode == "group" and self.is_world_process_zero(),
+        )
         self.reward_funcs = self._turn_rewards.functions
         self._depends_on_width = depends_on_width(policy.config)
         self._sharing = PromptSharing()

@@ -146,7 +146,10 @@ class Stages:
         warm = self._folder / WARM_START
         if self._ledger["base"] is None:
             attempts = self._look()
-            can_call, succeeds = valid_calls(attempts)[0] >= MIN_VALID_CALLS, any(map(self._world.is_success, attempts))
+            can_call, succeeds = (
+                valid_calls(attempts)[0] >= MIN_VALID_CALLS,
+                any(map(self._world.is_success, attempts)),
+            )
             if can_call and (succeeds or not self._solved):
                 self._ledger.note(base=self._model)
                 return calls_sentence(attempts)
