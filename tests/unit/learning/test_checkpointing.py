@@ -113,8 +113,8 @@ def test_what_fits_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pass_shows_how_much_a_token_takes() -> None:
     model = policy()
     estimated = 240 * activation_bytes(model.config, 4).kept
-    free = round(4 * estimated)
-    checkpointing = Checkpointing(is_possible=True, memory=Memory(free, per_pass=3 * round(estimated)))
+    free = round(8 * estimated)
+    checkpointing = Checkpointing(is_possible=True, memory=Memory(free, per_pass=6 * round(estimated)))
     assert times_computed(model, checkpointing) == 1
     assert times_computed(model, checkpointing) == 2
 
