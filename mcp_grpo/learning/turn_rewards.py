@@ -70,7 +70,8 @@ class TurnRewards:
             self._are_added_up = False
             logger.warning(
                 "The reward function %r rewards single turns, but `advantage_mode='group'` adds its rewards up: a good turn of a bad "
-                "trajectory is punished with it. Set `advantage_mode='group_turn'`, which learns faster in long chains of calls.",
+                "trajectory is punished with it. `advantage_mode='group_turn'` judges each turn by what came of it; with `gamma=0.5` it learnt faster "
+                "in long chains of calls.",
                 self._names[index],
             )
         return [reward if turns is None else math.fsum(turns) for reward, turns in zip(rewards, given, strict=True)]
