@@ -30,6 +30,7 @@ from mcp_grpo.types import Message, ToolCall
 
 
 NUM_PROMPTS, NUM_SUFFIXES = 256, 1024  # that are kept as tokens
+NUM_BEGUN = 32  # tokens at the end of a prompt, among which the policy's turn begins
 _PLAIN = {"role", "name", "content"}  # all that most messages have
 
 # More than any tokenizer puts into one token of ordinary text.
@@ -239,10 +240,10 @@ class Renderer:
         self, history_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedTurn:
         """Parse a sampled turn, given everything the policy saw before it and the tools it was offered."""
-        history, sampled = list(history_ids), list(sampled_ids)
+        before, sampled = self._begun_turn(history_ids), list(sampled_ids)
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
-            message = parse_response(self.tokenizer, sampled, prefix=history, tools=offered)
+            message = parse_response(self.tokenizer, sampled, prefix=before, tools=offered)
         except RecursionError:
             text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             return ParsedTurn(
@@ -256,16 +257,26 @@ class Renderer:
                 break
             calls.append(ToolCall(name=function["name"], arguments=function["arguments"]))
         if not message.get("tool_calls"):
-            malformed = self._why_malformed(sampled, history, offered) or _why_bare(message.get("content"), tools)
+            malformed = self._why_malformed(sampled, before, offered) or _why_bare(message.get("content"), tools)
         # The calls stay as they were written: those that cannot be sent are refused, and the policy is told.
         return ParsedTurn(message=well_formed(message), calls=() if malformed else tuple(calls), malformed=malformed)
 
-    def _why_malformed(self, sampled: list[int], history: list[int], tools: list[dict] | None) -> str | None:
+    def _begun_turn(self, history_ids: Sequence[int]) -> str:
+        """Return the end of what the policy saw, with what the template has written of its turn; all of it if that is not found."""
+        # The parser reads on from the last place where a turn of the policy begins, and would decode everything before it.
+        anchor = self.tokenizer.response_template.get("start_anchor")
+        anchors: list[str] = [anchor] if isinstance(anchor, str) else anchor or []
+        ending = str(self.tokenizer.decode(list(history_ids[-NUM_BEGUN:])))
+        if any(literal in ending for literal in anchors):
+            return ending
+        return str(self.tokenizer.decode(list(history_ids)))
+
+    def _why_malformed(self, sampled: list[int], before: str, tools: list[dict] | None) -> str | None:
         # TRL's parser silently falls back to plain text when a tool call cannot be read. The parser beneath it does not: it
         # raises, or returns calls without a name. Where a family writes calls as bare JSON (Llama), one that breaks off
         # early cannot be told from text, and is an answer.
         try:
-            parsed = self.tokenizer.parse_response(sampled, prefix=history, tools=tools)
+            parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=tools)
         except (ValueError, TypeError) as error:
             return next(iter(str(error).splitlines()), "it is not in the required format")
         return "the tool call has no name" if parsed and parsed.get("tool_calls") else None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mcp_grpo.errors import TemplateError
 from mcp_grpo.rollout import Renderer
+from mcp_grpo.rollout import renderer as renderer_module
 from mcp_grpo.rollout.recent import Recent
 from mcp_grpo.trl_compat import add_response_schema
 
@@ -217,6 +218,35 @@ class _Spy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def test_a_long_history_is_not_decoded_to_read_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make("qwen3")
+    long = [{"role": "user", "content": "Where is Ann? " * 1000}]
+    prompt_ids = renderer.prompt_ids(long, TOOLS)
+    turn_ids = renderer.turn_ids({"role": "assistant", "content": "In Oslo."})
+    decode, lengths = renderer.tokenizer.decode, list[int]()
+
+    def counted(ids: list[int], **kwargs: Any) -> str:
+        lengths.append(len(ids))
+        return decode(ids, **kwargs)
+
+    monkeypatch.setattr(renderer.tokenizer, "decode", counted)
+    assert renderer.parse(prompt_ids, turn_ids, TOOLS).message["content"] == "In Oslo."
+    assert max(lengths) <= renderer_module.NUM_BEGUN < len(prompt_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_reads_the_same_whether_all_of_the_history_is_decoded(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = make(family)
+    prompt_ids = renderer.prompt_ids(OPENING, TOOLS)
+    turn = sampled_turn(renderer, OPENING, renderer.tokenizer.decode(prompt_ids))
+    turn_ids = renderer.tokenizer(turn, add_special_tokens=False)["input_ids"]
+    found = renderer.parse(prompt_ids, turn_ids, TOOLS)
+    monkeypatch.setattr(renderer_module, "NUM_BEGUN", len(prompt_ids))
+    assert renderer.parse(prompt_ids, turn_ids, TOOLS) == found
 
 
 def parse_text(renderer: Renderer, text: str):
