@@ -538,6 +538,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         setattr(arguments, "endpoint" if "://" in named else "model", named)
     environment = load_environment(arguments.environment, arguments.data, **dict(arguments.option))
     arguments.max_turns = arguments.max_turns or environment.max_turns
+    settings = _attempt_settings(arguments)
+    if arguments.model is not None:
+        settings["max_result_tokens"] = environment.max_result_tokens
     policy = SCRIPTED[named] if named in SCRIPTED else _policy(arguments)
     name = arguments.name or arguments.model or named
     found = bench(
@@ -549,7 +552,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         number=arguments.number,
         report_to=check_trackers(arguments.report_to),
         project=arguments.project,
-        **_attempt_settings(arguments),
+        **settings,
     )
     console = make_console()
     others = {score.policy: score.count / score.total for score in found.scores if score.what == "succeed"}

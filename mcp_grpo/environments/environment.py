@@ -44,6 +44,8 @@ class Environment:
             Whether a trajectory did its task; by the task's answer and state, if not given.
         max_turns (`int`, *optional*, defaults to `10`):
             Turns that an attempt is to be allowed.
+        max_result_tokens (`int`, *optional*):
+            Tokens of a tool result that an attempt is to be shown, where tasks cannot be done with less.
         flaws (`Mapping[str, Callable[[Mapping[str, Any]], bool]]`, *optional*):
             What is counted beside success, by what it is called: each function is given the states that an attempt left.
         user (`Callable`, *optional*):
@@ -59,7 +61,9 @@ class Environment:
     trainer = MCPGRPOTrainer(
         "Qwen/Qwen2.5-Coder-1.5B-Instruct",
         environment.reward_funcs,
-        MCPGRPOConfig("outputs/workbench", max_turns=environment.max_turns),
+        MCPGRPOConfig(
+            "outputs/workbench", max_turns=environment.max_turns, max_result_tokens=environment.max_result_tokens
+        ),
         environment.tasks("train"),
         servers=environment.servers,
         user=environment.user,
@@ -73,6 +77,7 @@ class Environment:
     reward_funcs: Sequence[Callable[..., Any]] = (task_outcome,)
     is_success: Callable[[Trajectory], bool] = is_done
     max_turns: int = 10
+    max_result_tokens: int | None = None
     flaws: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(
         default_factory=dict[str, Callable[[Mapping[str, Any]], bool]]
     )

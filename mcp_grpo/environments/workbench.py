@@ -39,6 +39,7 @@ SERVER = "workbench"
 STATE_TOOL = "outcome"  # hidden from the policy
 HELD_OUT = 4  # every so many templates of a domain are kept for testing
 MAX_TURNS = 20  # the authors' limit
+MAX_RESULT_TOKENS = 2500  # the longest that the authors' solutions read, 2,397 by Qwen's tokenizer
 SIDE_EFFECTS = "have unwanted side effects"
 
 _TOOLKITS, _CHECKS = "src.tools.toolkits", "src.evals.utils"
@@ -77,6 +78,7 @@ def make_workbench(data: str | Path, tools: str = "domains") -> Environment:
         servers={SERVER: {"server": bench.server, "x-mcp-grpo": {"state_tool": STATE_TOOL, "coerce_arguments": True}}},
         splits={split: [row for row in rows if row["split"] == split] for split in ("train", "test")},
         max_turns=MAX_TURNS,
+        max_result_tokens=MAX_RESULT_TOKENS,
         flaws={SIDE_EFFECTS: lambda states: states.get(SERVER, {}).get("side_effects", False)},
     )
 

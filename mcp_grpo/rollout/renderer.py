@@ -261,17 +261,16 @@ class Renderer:
         # The calls stay as they were written: those that cannot be sent are refused, and the policy is told.
         return ParsedTurn(message=well_formed(message), calls=() if malformed else tuple(calls), malformed=malformed)
 
-    def _begun_turn(self, history_ids: Sequence[int]) -> str:
+    def _begun_turn(self, history_ids: Sequence[int]) -> list[int]:
         """Return the end of what the policy saw, with what the template has written of its turn; all of it if that is not found."""
         # The parser reads on from the last place where a turn of the policy begins, and would decode everything before it.
         anchor = self.tokenizer.response_template.get("start_anchor")
         anchors: list[str] = [anchor] if isinstance(anchor, str) else anchor or []
-        ending = str(self.tokenizer.decode(list(history_ids[-NUM_BEGUN:])))
-        if any(literal in ending for literal in anchors):
-            return ending
-        return str(self.tokenizer.decode(list(history_ids)))
+        ending = list(history_ids[-NUM_BEGUN:])
+        text = self.tokenizer.decode(ending)
+        return ending if any(literal in text for literal in anchors) else list(history_ids)
 
-    def _why_malformed(self, sampled: list[int], before: str, tools: list[dict] | None) -> str | None:
+    def _why_malformed(self, sampled: list[int], before: list[int], tools: list[dict] | None) -> str | None:
         # TRL's parser silently falls back to plain text when a tool call cannot be read. The parser beneath it does not: it
         # raises, or returns calls without a name. Where a family writes calls as bare JSON (Llama), one that breaks off
         # early cannot be told from text, and is an answer.

@@ -39,6 +39,8 @@ class TrainArguments:
             Most tasks that are made.
         num_eval_tasks (`int`, *optional*, defaults to `120`):
             Most tasks to judge by.
+        eval_temperature (`float`, *optional*):
+            Temperature of the attempts to judge by; that of training if not given. At 0, where all would be alike, there is one at each task.
         steps (`int`, *optional*):
             Steps of training; by the size of the model if not given.
         learning_rate (`float`, *optional*):
@@ -60,6 +62,7 @@ class TrainArguments:
     options: tuple[tuple[str, str], ...] = ()
     num_tasks: int = 200
     num_eval_tasks: int = 120
+    eval_temperature: float | None = None
     steps: int | None = None
     learning_rate: float | None = None
     seed: int = 0
@@ -73,6 +76,8 @@ class TrainArguments:
                 raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
         if self.learning_rate is not None and self.learning_rate <= 0:
             raise SettingsError(f"`--learning-rate` must be above 0, got {self.learning_rate}.")
+        if self.eval_temperature is not None and self.eval_temperature < 0:
+            raise SettingsError(f"`--eval-temperature` must be at least 0, got {self.eval_temperature}.")
         self._check_environment()
         if self.servers is None and self.tasks is not None:
             raise SettingsError("Name the servers that the tasks are for with `--servers`.")
@@ -144,6 +149,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-tasks", type=int, default=200, help="most tasks that are made (default: %(default)s)")
     parser.add_argument(
         "--num-eval-tasks", type=int, default=120, help="most tasks to judge by (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--eval-temperature",
+        type=float,
+        help="temperature of the attempts to judge by, such as 0 for what the policy is surest of (default: that of training)",
     )
     parser.add_argument("--steps", type=int, help="steps of training (default: by the size of the model)")
     parser.add_argument("--learning-rate", type=float, help="learning rate (default: by the size of the model)")

@@ -95,7 +95,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
     """Choose settings for this machine and the model, and plan the stages."""
     from mcp_grpo.doctor.machine import Machine
     from mcp_grpo.synth.splits import SHARES
-    from mcp_grpo.train.plan import make_plan
+    from mcp_grpo.train.plan import attempts_at, make_plan
     from mcp_grpo.train.settings import ModelSize, fit_step, settings_for
     from mcp_grpo.train.splits import MAX_VALIDATION, TASKS_FOLDER, load_splits
     from mcp_grpo.train.world import world_of
@@ -109,7 +109,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
         learning_rate=arguments.learning_rate,
     )
     world = world_of(arguments)
-    world.fit(choice.settings)
+    world.fit(choice.settings, size.context)
     settings = dict(choice.settings)
     has_tasks = (
         arguments.tasks is not None
@@ -135,6 +135,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
         num_test=max(1, num_test),
         num_validation=num_validation,
         has_tasks=has_tasks,
+        attempts=attempts_at(arguments.eval_temperature),
     )
     return choice, size, plan
 

@@ -13,7 +13,7 @@ from mcp_grpo.train.settings import WARM_UP_BATCH, ModelSize, warm_up_steps
 
 STAGES = ("doctor", "tasks", "calls", "before", "training", "after", "report")
 NUM_LOOKED_AT = 16  # attempts that tell whether a policy can call tools, and ever succeeds
-ATTEMPTS = 2  # at each of the tasks to judge by
+ATTEMPTS = 2  # at each of the tasks to judge by, where they can differ
 TOKENS_WRITTEN, TOKENS_READ = 120, 800  # by an attempt, about, with tools that say little
 START = 20.0  # seconds for servers and a model
 START_OF_VLLM = 60.0
@@ -54,6 +54,7 @@ def make_plan(
     num_test: int,
     num_validation: int,
     has_tasks: bool,
+    attempts: int = ATTEMPTS,
 ) -> list[Stage]:
     """
     Plan a run.
@@ -73,6 +74,8 @@ def make_plan(
             Tasks to choose the best policy by.
         has_tasks (`bool`):
             Whether there are tasks already.
+        attempts (`int`, *optional*, defaults to `2`):
+            Attempts at each task to judge by.
 
     Returns:
         `list[Stage]`: The stages, in their order.
@@ -82,7 +85,7 @@ def make_plan(
     learnt = _seconds(size, TOKENS_READ, *LEARNING[place])
     start = START + (START_OF_VLLM if place == "vllm" else 0.0)
     step = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
-    judged = ATTEMPTS * num_test
+    judged = attempts * num_test
     num_evaluations = settings["max_steps"] // settings["eval_steps"] if num_validation else 0
     chosen = num_evaluations * num_validation * settings["num_generations_eval"]
     warm = warm_up_steps(size, num_train or 0) * WARM_UP_BATCH
@@ -112,6 +115,11 @@ def make_plan(
         Stage(name="after", what="the same attempts again, and what to compare with", seconds=cost(judged, other=5.0)),
         Stage(name="report", what="adapter, card, report page, and how to serve it", seconds=5.0),
     ]
+
+
+def attempts_at(temperature: float | None) -> int:
+    """Return the attempts at each task to judge by: one, where all are alike."""
+    return 1 if temperature == 0 else ATTEMPTS
 
 
 def plan_table(stages: Sequence[Stage], ledger: Ledger) -> Table:

@@ -18,6 +18,8 @@ from mcp_grpo.train.arguments import MODEL
 
 LARGE_GPU = 20.0  # GiB: what a GPU of 24 GB has, with some room
 MEDIUM_GPU = 10.0
+LONG_CONTEXT = 16_384  # tokens that vLLM is to hold for one trajectory: many tools take thousands
+RESULTS = 2.5  # of the longest kind that a trajectory is to have room for
 MOST_OF_A_WIDE_MODEL = 8  # trajectories in a pass
 CACHE_OF_A_TRAJECTORY = 0.7  # GiB of keys and values: 6,200 tokens of Qwen3-0.6B in bf16
 
@@ -323,6 +325,8 @@ def settings_for(
         ]
     elif is_cpu:
         settings["max_steps"] = CPU_STEPS
+    if machine.memory >= LARGE_GPU and "vllm_max_model_length" in settings:
+        settings["vllm_max_model_length"] = LONG_CONTEXT
     if size.context is not None:
         _fit_to_context(settings, size.context)
     settings |= {"learning_rate": learning_rate} if learning_rate is not None else {}
@@ -338,6 +342,14 @@ def settings_for(
         + ("as given" if steps is not None and learning_rate is not None else f"for a model {size}")
     )
     return choice
+
+
+def show_results(settings: dict[str, Any], max_tokens: int, context: int | None) -> None:
+    """Show tool results of so many tokens, and make room for several, as far as the context has it."""
+    length = max(settings["max_completion_length"], int(RESULTS * max_tokens))
+    settings |= {"max_result_tokens": max_tokens, "max_completion_length": length}
+    if context is not None:
+        _fit_to_context(settings, context)
 
 
 def fit_step(settings: dict[str, Any], num_tasks: int) -> None:

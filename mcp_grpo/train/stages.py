@@ -39,7 +39,7 @@ from mcp_grpo.train.imitation import (
     warm_model,
 )
 from mcp_grpo.train.ledger import Ledger
-from mcp_grpo.train.plan import ATTEMPTS, NUM_LOOKED_AT
+from mcp_grpo.train.plan import NUM_LOOKED_AT, attempts_at
 from mcp_grpo.train.settings import Choice, ModelSize, fit_step, warm_up_settings
 from mcp_grpo.train.splits import TASKS_FOLDER, Splits, load_splits
 from mcp_grpo.train.world import world_of
@@ -176,7 +176,7 @@ class Stages:
 
     def before(self) -> str:
         """Attempt the tasks to judge by."""
-        found = self._evaluate(BEFORE, ATTEMPTS)
+        found = self._evaluate(BEFORE, attempts_at(self._arguments.eval_temperature))
         return f"Success before training: {found.interval.mean:.1%} ({found.interval.low:.1%} to {found.interval.high:.1%})."
 
     def training(self) -> str:
@@ -198,7 +198,7 @@ class Stages:
 
     def after(self) -> str:
         """Attempt the tasks to judge by again, and measure what to compare with."""
-        found = self._evaluate(AFTER, ATTEMPTS)
+        found = self._evaluate(AFTER, attempts_at(self._arguments.eval_temperature))
         with self._console.status("running what to compare with ..."):
             others = baselines(self._test, self._world.servers, self._world.is_success, self._world.user)
         if (self._folder / UNTRAINED).is_dir():
@@ -317,7 +317,12 @@ class Stages:
     def _evaluate(self, name: str, k: int = 1) -> Evaluation:
         """Attempt the tasks to judge by; what comes of it has a folder of that name."""
         return evaluate(
-            self._open(), self._test, k=k, is_success=self._world.is_success, output_dir=self._folder / name
+            self._open(),
+            self._test,
+            k=k,
+            is_success=self._world.is_success,
+            output_dir=self._folder / name,
+            temperature=self._arguments.eval_temperature,
         )
 
     def _look(self) -> list[Trajectory]:

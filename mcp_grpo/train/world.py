@@ -11,6 +11,7 @@ from mcp_grpo.environments import Environment, load_environment
 from mcp_grpo.rewards import fault_penalty, is_done, task_outcome
 from mcp_grpo.tools.users import User
 from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.settings import show_results
 from mcp_grpo.types import Trajectory
 
 
@@ -44,10 +45,12 @@ class World:
     environment: Environment | None = None
     place: Sequence[str]
 
-    def fit(self, settings: dict[str, Any]) -> None:
-        """Change settings to those that the environment asks for."""
+    def fit(self, settings: dict[str, Any], context: int | None) -> None:
+        """Change settings to those that the environment asks for, as far as the context of the model has room."""
         if self.environment is not None:
             settings["max_turns"] = self.environment.max_turns
+            if self.environment.max_result_tokens is not None:
+                show_results(settings, self.environment.max_result_tokens, context)
 
     def attempt(self, policy: Path) -> str:
         """Return the command that tries the policy in a folder."""

@@ -15,7 +15,7 @@ from mcp_grpo.errors import SettingsError
 from mcp_grpo.rewards import fault_penalty
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import Ledger
-from mcp_grpo.train.plan import STAGES, duration, make_plan
+from mcp_grpo.train.plan import STAGES, attempts_at, duration, make_plan
 from mcp_grpo.train.settings import ModelSize, fit_step, settings_for, warm_up_steps
 from mcp_grpo.train.splits import load_splits
 from mcp_grpo.train.world import world_of
@@ -60,6 +60,24 @@ def test_a_plan_has_all_stages_with_a_time_where_the_model_is_known(size: str, m
     training = next(stage for stage in plan if stage.name == "training")
     assert (training.seconds is None) == (size == "unknown")
     assert f"{settings['max_steps']} steps" in training.what
+
+
+@pytest.mark.parametrize(
+    ("temperature", "attempts"), [(None, "80 attempts"), (0.7, "80 attempts"), (0.0, "40 attempts")]
+)
+def test_attempts_that_are_all_alike_are_planned_once(temperature: float | None, attempts: str) -> None:
+    settings = settings_for(LARGE, SIZES["135M"]).settings
+    plan = make_plan(
+        settings,
+        SIZES["135M"],
+        tasks="",
+        num_train=99,
+        num_test=40,
+        num_validation=0,
+        has_tasks=True,
+        attempts=attempts_at(temperature),
+    )
+    assert next(stage for stage in plan if stage.name == "before").what.startswith(attempts)
 
 
 def test_a_larger_model_and_a_cpu_take_longer() -> None:
@@ -152,6 +170,7 @@ def test_what_a_stage_wrote_down_is_there_for_the_next_process(told: dict[str, A
     ("changes", "problem"),
     [
         ({"steps": 0}, "`--steps` must be at least 1, got 0"),
+        ({"eval_temperature": -0.5}, "`--eval-temperature` must be at least 0, got -0.5"),
         ({"learning_rate": -1.0}, "`--learning-rate` must be above 0"),
         ({"servers": None}, "Name the servers that the tasks are for"),
         ({"tasks": None, "eval_tasks": "held.jsonl"}, "`--eval-tasks` are of no use without `--tasks`"),
@@ -235,7 +254,7 @@ def make_environment(size: str = "24") -> Environment:
         for number, row in enumerate(tasks(int(size)))
     ]
     splits = {"train": rows, "test": [{**row, "task_id": f"held-{row['task_id']}"} for row in rows[:5]]}
-    return Environment(name="Rows", servers={}, splits=splits, max_turns=17)
+    return Environment(name="Rows", servers={}, splits=splits, max_turns=17, max_result_tokens=3000)
 
 
 def test_an_environment_brings_its_tasks_and_how_they_are_split(tmp_path: Path) -> None:
@@ -258,9 +277,13 @@ def test_a_dry_run_in_an_environment_has_its_settings(tmp_path: Path, capsys: py
     assert "Train Qwen/Qwen3-0.6B on Rows" in said
     assert "5 to judge by" in said
     world = world_of(TrainArguments(environment=name))
-    settings: dict[str, Any] = {"max_turns": 10}
-    world.fit(settings)
-    assert settings["max_turns"] == 17
+    settings = settings_for(LARGE, SIZES["135M"]).settings
+    assert settings["vllm_max_model_length"] == SIZES["135M"].context
+    world.fit(settings, 32_768)
+    shown = ("max_turns", "max_result_tokens", "max_completion_length")
+    assert [settings[name] for name in shown] == [17, 3000, 7500]
+    world.fit(settings, 8192)
+    assert [settings[name] for name in shown] == [17, 2048, 4096]  # half is for the prompt
     assert world.attempt(Path("out")) == f"mcp-grpo bench {name} --split test --policy out --out out/bench"
 
 
