@@ -27,6 +27,7 @@ from mcp_grpo.types import Task, Trajectory
 IGNORED = -100  # label of a token that is not trained on
 MERGED = "merged"  # folder of the whole model, where an adapter was trained
 MIN_VALID_CALLS = 0.5  # share of calls that can be made, below which a policy is punished rather than taught
+GOOD_VALID_CALLS = 0.8  # share below which a policy is better off with a warm start, if there is something to imitate
 
 logger = logging.getLogger(__name__)
 

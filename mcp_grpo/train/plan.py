@@ -101,7 +101,7 @@ def make_plan(
         Stage(name="tasks", what=tasks, seconds=1.0 if has_tasks else 30.0),
         Stage(
             name="calls",
-            what=f"see in {NUM_LOOKED_AT} attempts whether the policy can call tools and ever succeeds; if not, warm it up",
+            what=f"see in {NUM_LOOKED_AT} attempts whether the policy calls tools well and ever succeeds; if not, warm it up",
             seconds=cost(NUM_LOOKED_AT, other=start),
             more=cost(num_test + NUM_LOOKED_AT, warm, start),
         ),

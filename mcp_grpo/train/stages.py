@@ -30,6 +30,7 @@ from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.imitation import (
+    GOOD_VALID_CALLS,
     MIN_VALID_CALLS,
     WarmupConfig,
     calls_sentence,
@@ -142,15 +143,12 @@ class Stages:
         return f"{splits.sentence}."
 
     def calls(self) -> str:
-        """See whether the policy can call tools and ever succeeds, and warm it up on the solutions of tasks if not."""
+        """See whether the policy calls tools well and ever succeeds, and warm it up on the solutions of tasks if not."""
         warm = self._folder / WARM_START
         if self._ledger["base"] is None:
             attempts = self._look()
-            can_call, succeeds = (
-                valid_calls(attempts)[0] >= MIN_VALID_CALLS,
-                any(map(self._world.is_success, attempts)),
-            )
-            if can_call and (succeeds or not self._solved):
+            share, succeeds = valid_calls(attempts)[0], any(map(self._world.is_success, attempts))
+            if (share >= GOOD_VALID_CALLS and succeeds) or (share >= MIN_VALID_CALLS and not self._solved):
                 self._ledger.note(base=self._model)
                 return calls_sentence(attempts)
             if not any(anyio.run(tools_of, [attempt.task for attempt in attempts], self._world.servers)):
@@ -158,8 +156,7 @@ class Stages:
                 return "There are no tools to call."
             self._say(calls_sentence(attempts))
             solutions = self._solutions()
-            lack = "succeeded in none of these attempts" if can_call else "cannot call tools yet"
-            self._say(f"The policy {lack}. How well it does as it is, to compare with:")
+            self._say(f"The policy {_lack(share)}. How well it does as it is, to compare with:")
             self._evaluate(UNTRAINED)
             self.close()
             shutil.rmtree(warm, ignore_errors=True)
@@ -393,6 +390,13 @@ class Stages:
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
+
+
+def _lack(share: float) -> str:
+    """Say why a policy is warmed up that makes such a share of its calls so that they can be made."""
+    if share < MIN_VALID_CALLS:
+        return "cannot call tools yet"
+    return "succeeded in none of these attempts" if share >= GOOD_VALID_CALLS else "often calls tools wrongly"
 
 
 def _evaluations(settings: Mapping[str, Any], num_tasks: int | None) -> dict[str, Any]:
