@@ -319,7 +319,11 @@ class PromptSharing:
         """Return what was found out about the models so far."""
         if self._reason is not None:
             return f"Prompts are run once for each attempt: {self._reason}"
-        return "Prompts are run once for all attempts in a pass that share them: the model can." if self._can else None
+        return (
+            "Prompts are run once for all attempts in a pass that share them: in a trial, the model gave the same log-probabilities."
+            if self._can
+            else None
+        )
 
     def is_possible(self, model: Any) -> bool:
         """Return whether a model shares; the first time, on all processes together, try it."""
