@@ -127,7 +127,7 @@ class Checkpointing:
         if not (torch.is_grad_enabled() and bare.training):
             return model
         if hindrance := self._hindrance(model, bare):
-            if bare.is_gradient_checkpointing:
+            if getattr(bare, "is_gradient_checkpointing", False):
                 self.sentences["activations"] = f"Gradient checkpointing is left on: {hindrance}."
             return model
 

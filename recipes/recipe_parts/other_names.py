@@ -136,8 +136,8 @@ EXPLAINED: Mapping[str, str] = {
     "target_kl": "may be nats per token (`kl_target`, which raises `beta`) or per completion, or a reason to stop early",
     "kl_ctrl": "is `kl_target`, which raises `beta` where the policy drifts",
     "horizon": "has no counterpart; `kl_target` raises `beta` by at most 2 % a step",
-    "adv_estimator": "is `advantage_mode`: `group` for GRPO, `gae` for a value head, `group_turn`, `hybrid`, `auto`",
-    "algorithm": "is `advantage_mode` (`group`, `group_turn`, `gae`, `hybrid`, `auto`) and `loss_type`",
+    "adv_estimator": "is `advantage_mode`: `group` for GRPO, `gae` for a value head, `group_turn`, `hybrid`",
+    "algorithm": "is `advantage_mode` (`group`, `group_turn`, `gae`, `hybrid`) and `loss_type`",
     "use_gae": 'is `advantage_mode="gae"`',
     "use_critic": 'is `advantage_mode="gae"` or `"hybrid"`',
     **dict.fromkeys(

@@ -11,6 +11,7 @@ from helpers.marks import full
 from helpers.runs import OneByOne, make_trainer
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
+from mcp_grpo.learning.checkpointing import DeviceMemory
 from mcp_grpo.monitor import RUN_FILE
 
 
@@ -101,6 +102,23 @@ def test_it_says_in_one_line_once_what_was_chosen_and_why(
     chosen = json.loads((tmp_path / RUN_FILE).read_text())["chosen"]
     assert [*chosen] == ["advantages", "prompts", "activations"]
     assert all(sentence in line for sentence in chosen.values())
+
+
+@pytest.mark.full
+def test_it_says_which_passes_keep_their_activations_where_memory_is_known(
+    tmp_path: Path, adding_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Plenty(DeviceMemory):
+        def free(self, device: torch.device) -> int:
+            return 2**40
+
+    changes: dict[str, Any] = {"gradient_checkpointing": True, "max_steps": 2}
+    changes["constants"] = {"mcp_grpo.learning.checkpointing.DeviceMemory": Plenty}
+    trained(tmp_path, adding_model, by_place, **changes)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Step " in line]
+    assert "A pass goes without gradient checkpointing, for it fits: activations of" in line
+    assert "of 1024.0 GiB that are free." in line
+    assert "activations kept" in json.loads((tmp_path / RUN_FILE).read_text())["chosen"]
 
 
 @pytest.mark.full
