@@ -18,7 +18,7 @@ class Credit:
     Knows the `advantage_mode` and the `gamma` of a run. With `"auto"` it looks at what turns are given, and chooses.
 
     `"auto"` begins as `"group"`, which is TRL's. With the first batch in which a turn before a trajectory's last is paid, it becomes
-    `"group_turn"`, and stays it. Penalties alone do not make it that: nothing was gained by judging them turn by turn.
+    `"group_turn"`, and stays it. Penalties alone do not make it that: no gain was shown from judging them turn by turn.
 
     Args:
         mode (`str`):
@@ -88,7 +88,7 @@ class Credit:
         if self._paying is None:
             return (
                 f"Rewards of turns are added up (`group`): {self._rewarding!r} has paid no turn before the last so far, and for "
-                "penalties alone nothing was gained by judging each turn by itself (`advantage_mode='group_turn'`)."
+                "penalties alone no gain was shown from judging each turn by itself (`advantage_mode='group_turn'`)."
             )
         if self._hindrance is not None:
             return f"Rewards of turns are added up (`group`), though {self._paying!r} pays single turns: {self._hindrance}."
