@@ -1,6 +1,6 @@
 """The parts of a run, made from its settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,15 @@ from transformers import PretrainedConfig, ProcessorMixin
 from mcp_grpo.config import MIN_RESULT_TOKENS, MCPGRPOConfig
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import is_solved
-from mcp_grpo.learning import KLControl, MovingReference, Objective, ValueEstimator, add_value_head, ratio_edges
+from mcp_grpo.learning import (
+    Credit,
+    KLControl,
+    MovingReference,
+    Objective,
+    ValueEstimator,
+    add_value_head,
+    ratio_edges,
+)
 from mcp_grpo.masking import (
     Bootstrap,
     GrammarRoles,
@@ -203,11 +211,21 @@ def make_collector(
     )
 
 
-def make_value_estimator(args: MCPGRPOConfig, policy: Any) -> ValueEstimator | None:
+def make_credit(args: MCPGRPOConfig, reward_names: Sequence[str]) -> Credit:
+    """Return what knows where advantages come from."""
+    aggregation = args.multi_objective_aggregation
+    is_summed = aggregation == "sum_then_normalize"
+    hindrance = (
+        None if is_summed else f"`multi_objective_aggregation={aggregation!r}` normalises each function by itself"
+    )
+    return Credit(args.advantage_mode, args.gamma, reward_names, hindrance)
+
+
+def make_value_estimator(args: MCPGRPOConfig, policy: Any, *, gamma: float) -> ValueEstimator | None:
     """Add a value head to the policy and return what trains it, where `advantage_mode` needs one."""
     if not args.has_value_head:
         return None
-    return ValueEstimator(add_value_head(policy), mode=args.advantage_mode, gamma=args.gamma, lam=args.lam)
+    return ValueEstimator(add_value_head(policy), mode=args.advantage_mode, gamma=gamma, lam=args.lam)
 
 
 def make_reference(trainer: Any, policy: Any) -> MovingReference | None:

@@ -362,17 +362,20 @@ class MCPGRPOConfig(GRPOConfig):
     )
 
     advantage_mode: str = _setting(
-        "group",
+        "auto",
         "advantages",
         "Where the advantage of a token comes from. `group` is TRL's: one for each trajectory. `group_turn` compares "
         "the return from each turn on with those of the group's other attempts; `gae` with a value head, by "
-        "generalised advantage estimation over turns; `hybrid` mixes both, by how well the value head does.",
-        choices=["group", "group_turn", "gae", "hybrid"],
+        "generalised advantage estimation over turns; `hybrid` mixes both, by how well the value head does. `auto` is "
+        "`group_turn` from the first batch on in which a reward function pays a turn before the last, and `group` "
+        "else; the run says which, and why.",
+        choices=["auto", "group", "group_turn", "gae", "hybrid"],
     )
-    gamma: float = _setting(
-        0.99,
+    gamma: float | None = _setting(
+        None,
         "advantages",
-        "Discount from one turn to the next, in all modes but `group`. There is none within a turn.",
+        "Discount from one turn to the next, in all modes but `group`. There is none within a turn. `None` is 0.5 where "
+        "`auto` has chosen `group_turn`, and 0.99 else.",
         range="[0, 1]",
     )
     lam: float = _setting(
@@ -503,7 +506,8 @@ class MCPGRPOConfig(GRPOConfig):
                 "Use `bf16`.",
             ),
             (
-                self.advantage_mode != "group" and self.multi_objective_aggregation != "sum_then_normalize",
+                self.advantage_mode not in ("auto", "group")
+                and self.multi_objective_aggregation != "sum_then_normalize",
                 f"`advantage_mode={self.advantage_mode!r}` needs the sum of all rewards of a turn, but "
                 f"`multi_objective_aggregation={self.multi_objective_aggregation!r}` normalises each by itself. Set it to "
                 '"sum_then_normalize".',

@@ -17,6 +17,7 @@ from mcp_grpo.build import (
     has_plain_adapter,
     make_cassette,
     make_collector,
+    make_credit,
     make_kl_control,
     make_objective,
     make_reference,
@@ -77,6 +78,7 @@ from mcp_grpo.monitor import (
     project_of_trackers,
     speak_in_terminal,
     table_messages,
+    tell,
     trajectory_columns,
 )
 from mcp_grpo.publishing import (
@@ -346,17 +348,15 @@ class MCPGRPOTrainer(GRPOTrainer):
         """Add what learns, and what records."""
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         give_bias(policy)
-        self._turn_rewards = TurnRewards(
-            self._bounded_rewards(),
-            self.reward_func_names,
-            are_added_up=self.args.advantage_mode == "group" and self.is_world_process_zero(),
-        )
+        self._turn_rewards = TurnRewards(self._bounded_rewards(), self.reward_func_names)
+        self._credit = make_credit(args, self.reward_func_names)
         self.reward_funcs = self._turn_rewards.functions
         self._depends_on_width = depends_on_width(policy.config)
         self._sharing = PromptSharing()
         self._checkpointing = Checkpointing.of(self.accelerator)
         self._num_joined, self._has_joined = 1, False  # passes of a batch that are run as one, and whether any were
-        self._values = make_value_estimator(args, policy)
+        self._chosen: dict[str, str] = {}  # what the run chose by itself, and why, as it was told
+        self._values = make_value_estimator(args, policy, gamma=self._credit.gamma)
         self._reference = make_reference(self, policy)
         self._kl_control = make_kl_control(args)
         self._objective = make_objective(self, self._values, is_guarded=self._engine is not None)
@@ -664,7 +664,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._monitor.seen |= {key: self._metrics["train"][key][-1] for key in seen}
         if self._batch is not None:
             columns |= self._rollout_columns(self._batch, columns)
-        if self.args.advantage_mode != "group":
+        if self._credit.mode != "group":
             columns |= self._turn_columns(columns)
         if self._batch is not None and self.model.training:
             self._monitor.seen["is_flat"] = float(self._is_flat())
@@ -713,6 +713,10 @@ class MCPGRPOTrainer(GRPOTrainer):
         else:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards = rewards
+        if self.model.training and not (self._is_scoring and self._scored):  # a batch is compared in one way only
+            self._credit.look(
+                self._turn_rewards.given, lambda found: self.accelerator.gather(found.to(rewards.device))
+            )
         if self._collector is None:
             return rewards
         self._boundary.check(gather_object, self._save_before_stop)
@@ -753,19 +757,19 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._is_scoring = False
             self._pending_extra_logs.clear()
             self._pending_metrics.clear()
-        if self.args.advantage_mode == "group":
+        if self._credit.mode == "group":
             return rewards
         is_left_out = rewards[own].isnan().all(dim=1).tolist()
         counts = [0 if left_out else t.num_turns for left_out, t in zip(is_left_out, trajectories, strict=True)]
         given = self._turn_rewards.per_turn(rewards[own], self.reward_weights, counts)
         lengths = torch.tensor(counts, device=given.device)
-        returns = returns_to_go(given, lengths, self.args.gamma)
+        returns = returns_to_go(given, lengths, self._credit.gamma)
         returns = returns.masked_fill(torch.arange(given.shape[1], device=given.device) >= lengths[:, None], torch.nan)
         return self.accelerator.gather(self.accelerator.pad_across_processes(returns, dim=1, pad_index=torch.nan))
 
     def _flat_groups(self, rows: torch.Tensor) -> list[int]:
         """Return the groups that teach nothing, from what [`_score`] has returned."""
-        if self.args.advantage_mode == "group":
+        if self._credit.mode == "group":
             return flat_groups(rows, self.reward_weights, self._group_size)
         return flat_turns(rows, self._group_size)
 
@@ -827,7 +831,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             turn_ids,
             self._turn_rewards.per_turn(rewards, self.reward_weights, counts),
             self._group_size,
-            gamma=args.gamma,
+            gamma=self._credit.gamma,
             accelerator=self.accelerator,
             value_weight=0.0 if self._values is None else self._values.weight,
         )
@@ -1057,6 +1061,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             distance, num_differing = self._reference.difference()
             self._record({"ref/distance": distance, "ref/num_differing": num_differing})
         self._record(self._monitor.end_step())
+        self._tell_choices()
         self._recorder = None  # and with it what is left of the graph
         if self._records is not None and self._step % self._generate_every == 0:
             self._records.end()
@@ -1071,6 +1076,20 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._say(notes)
         self._record({f"health/{name}": 1.0 for name in self._monitor.health.showing}, is_seen=False)
         return not any(note.is_fatal for note in notes)
+
+    def _tell_choices(self) -> None:
+        """Say what the run has chosen by itself, and why, after the first step and where that has changed."""
+        found = {"advantages": self._credit.sentence, "prompts": self._sharing.sentence}
+        chosen = {about: sentence for about, sentence in found.items() if sentence is not None}
+        chosen |= self._checkpointing.sentences
+        if chosen == self._chosen:
+            return
+        new = [sentence for about, sentence in chosen.items() if sentence != self._chosen.get(about)]
+        self._chosen = chosen
+        if self.is_world_process_zero():
+            tell(logger, f"Step {self.state.global_step}: {' '.join(new)}")
+        if self._run_file is not None:
+            self._run_file.note(chosen)
 
     def _record(self, metrics: Mapping[str, float], *, is_seen: bool = True) -> None:
         """Log metrics with those of TRL, as means over `logging_steps`."""
@@ -1191,6 +1210,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             "health": self._monitor.health.state_dict(),
             "kl_control": self._kl_control and self._kl_control.state_dict(),
             "values": self._values and self._values.state_dict(),
+            "credit": self._credit.state_dict(),
             # A batch that is still to be learnt from: rolled out again, it would be another one.
             "batch": self._buffered_inputs if self._step % self._generate_every else None,
         }
@@ -1225,6 +1245,8 @@ class MCPGRPOTrainer(GRPOTrainer):
             self.beta = self._kl_control.beta
         if self._values is not None and state["values"]:
             self._values.load_state_dict(state["values"])
+        if "credit" in state:  # not in those of earlier versions
+            self._credit.load_state_dict(state["credit"])
 
     # ---- What others see ----
 

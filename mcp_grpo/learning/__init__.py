@@ -3,6 +3,7 @@
 from mcp_grpo.learning.advantages import MODES_WITH_VALUES, flat_turns, returns_to_go, to_tokens, turn_columns
 from mcp_grpo.learning.checkpointing import NO_CAPACITY, Checkpointing, activation_bytes
 from mcp_grpo.learning.columns import ends_cut, rollout_columns, row_columns, sampled_column, token_columns, turns_of
+from mcp_grpo.learning.credit import Credit
 from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
 from mcp_grpo.learning.padding import SampledOnly, Unpadded, depends_on_width
@@ -31,6 +32,7 @@ __all__ = [
     "AsSeen",
     "BatchRows",
     "Checkpointing",
+    "Credit",
     "KLControl",
     "MovingReference",
     "Objective",

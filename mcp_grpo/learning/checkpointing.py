@@ -101,6 +101,10 @@ class Checkpointing:
             Whether activations may be kept.
         memory ([`DeviceMemory`], *optional*):
             Knows what is free.
+
+    Attributes:
+        sentences (`dict[str, str]`):
+            What was chosen so far, and why; empty where there was nothing to choose.
     """
 
     def __init__(self, *, is_possible: bool, memory: DeviceMemory | None = None) -> None:
@@ -109,7 +113,7 @@ class Checkpointing:
         self._memory = memory or DeviceMemory()
         # By whether activations were kept: tokens of the longest pass, and the bytes that it left to the backward pass.
         self._measured: dict[bool, tuple[int, int]] = {}
-        self._said: set[bool] = set()
+        self.sentences: dict[str, str] = {}
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "Checkpointing":
@@ -120,10 +124,11 @@ class Checkpointing:
     def around(self, model: Any) -> Any:
         """Return what to call instead of a model; outside of passes with gradients and where memory is not known, itself."""
         bare = getattr(model, "module", model)
-        if not (self._is_possible and torch.is_grad_enabled() and bare.training):
+        if not (torch.is_grad_enabled() and bare.training):
             return model
-        is_compiled = any(hasattr(each, "_orig_mod") for each in model.modules())
-        if is_compiled or self._memory.free(_device(bare)) is None:
+        if hindrance := self._hindrance(model, bare):
+            if getattr(bare, "is_gradient_checkpointing", False):
+                self.sentences["activations"] = f"Gradient checkpointing is left on: {hindrance}."
             return model
 
         def call(**inputs: Any) -> Any:
@@ -132,6 +137,16 @@ class Checkpointing:
                 return model(**inputs)
 
         return call
+
+    def _hindrance(self, model: Any, bare: Any) -> str | None:
+        """Say why no pass of a model may choose."""
+        if not self._is_possible:
+            return "with DeepSpeed and FSDP all processes must go the same way"
+        if any(hasattr(each, "_orig_mod") for each in model.modules()):
+            return "the model is compiled"
+        if self._memory.free(_device(bare)) is None:
+            return "this device does not tell how much memory is free"
+        return None
 
     def capacity(self, model: Any) -> Capacity:
         """
@@ -171,15 +186,18 @@ class Checkpointing:
             return False
         needed = num_tokens * self._per_token(model, device, True) + self._for_backward(model, num_tokens, device)
         is_kept = needed <= FILLED * free
-        if is_kept not in self._said:
-            self._said.add(is_kept)
-            taken = f"activations of {num_tokens:,} tokens take about {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"
-            if is_kept:
-                logger.info("A pass goes without gradient checkpointing, for it fits: %s.", taken)
-            else:
-                logger.info(
-                    "A pass has gradient checkpointing, for all its %s, more than %.0f %%.", taken, 100 * FILLED
-                )
+        taken = (
+            f"activations of {num_tokens:,} tokens take about {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"
+        )
+        if is_kept:
+            self.sentences.setdefault(
+                "activations kept", f"A pass goes without gradient checkpointing, for it fits: {taken}."
+            )
+        else:
+            limit = f"more than {100 * FILLED:.0f} %"
+            self.sentences.setdefault(
+                "activations computed again", f"A pass has gradient checkpointing, for all its {taken}, {limit}."
+            )
         return is_kept
 
     def _kept(

@@ -1,7 +1,6 @@
 """Passes through a model in which what several rows begin with is run once."""
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -26,8 +25,6 @@ MIN_SAVED = 0.15  # of the tokens of a pass: with fewer, rows as they are take a
 # How far a log-probability of a tree may be off in the trial of a model, in standard deviations; the last, in other types.
 TOLERANCE, COARSE = {torch.float64: 1e-2, torch.float32: 1e-2}, 0.2
 _NAME = "shared_prompts"  # of the attention, where a model is told which to use
-
-logger = logging.getLogger(__name__)
 
 
 class _Row(NamedTuple):
@@ -315,10 +312,23 @@ class PromptSharing:
     def __init__(self, *is_wanted: bool | None) -> None:
         [self._is_wanted] = is_wanted or [SHARE_PROMPTS]
         self._can: dict[int, bool] = {}
+        self._reason: str | None = None  # why the last model that could not cannot
+
+    @property
+    def sentence(self) -> str | None:
+        """Return what was found out about the models so far."""
+        if self._reason is not None:
+            return f"Prompts are run once for each attempt: {self._reason}"
+        return (
+            "Prompts are run once for all attempts in a pass that share them: in a trial, the model gave the same log-probabilities."
+            if self._can
+            else None
+        )
 
     def is_possible(self, model: Any) -> bool:
         """Return whether a model shares; the first time, on all processes together, try it."""
         if self._is_wanted is False:
+            self._reason = "`SHARE_PROMPTS` is `False`."
             return False
         bare = getattr(model, "module", model)
         if id(bare) not in self._can:
@@ -327,8 +337,7 @@ class PromptSharing:
             self._can[id(bare)] = reason is None
             if reason and self._is_wanted:
                 raise SettingsError(f"`SHARE_PROMPTS` is `True`, which cannot be: {reason} Leave it at `None`.")
-            if reason:
-                logger.info("Prompts are run once for each attempt: %s", reason)
+            self._reason = reason or self._reason
         return self._can[id(bare)]
 
 

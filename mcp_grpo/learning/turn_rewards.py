@@ -1,7 +1,6 @@
 """Rewards for single turns, beside those for whole trajectories."""
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,9 +10,6 @@ from torch import nn
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.trl_compat import is_async_callable
-
-
-logger = logging.getLogger(__name__)
 
 
 class TurnRewards:
@@ -27,8 +23,6 @@ class TurnRewards:
             Reward functions and reward models.
         names (`Sequence[str]`):
             Their names, for error messages.
-        are_added_up (`bool`, *optional*, defaults to `False`):
-            Whether nothing but their sum is used, which is then said once.
 
     Attributes:
         functions (`list[Callable | nn.Module]`):
@@ -38,9 +32,8 @@ class TurnRewards:
             single reward.
     """
 
-    def __init__(self, functions: Sequence[Any], names: Sequence[str], *, are_added_up: bool = False) -> None:
+    def __init__(self, functions: Sequence[Any], names: Sequence[str]) -> None:
         self._names = list(names)
-        self._are_added_up = are_added_up
         self.given: dict[int, list[list[float] | None]] = {}
         self.functions = [f if isinstance(f, nn.Module) else self._summed(i, f) for i, f in enumerate(functions)]
 
@@ -66,14 +59,6 @@ class TurnRewards:
             )
         given = [list(map(float, reward)) if _is_list(reward) else None for reward in rewards]
         self.given[index] = given
-        if self._are_added_up and any(given):
-            self._are_added_up = False
-            logger.warning(
-                "The reward function %r rewards single turns, but `advantage_mode='group'` adds its rewards up: a good turn of a bad "
-                "trajectory is punished with it. `advantage_mode='group_turn'` judges each turn by what came of it; with `gamma=0.5` it learnt faster "
-                "in long chains of calls.",
-                self._names[index],
-            )
         return [reward if turns is None else math.fsum(turns) for reward, turns in zip(rewards, given, strict=True)]
 
     def per_turn(self, rewards: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

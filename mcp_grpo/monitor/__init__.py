@@ -11,7 +11,7 @@ from mcp_grpo.monitor.results import RESULTS_FILE, Results, read_results, result
 from mcp_grpo.monitor.run_file import RUN_FILE, RunFile
 from mcp_grpo.monitor.run_monitor import RunMonitor, pass_metrics
 from mcp_grpo.monitor.tables import table_messages, trajectory_columns
-from mcp_grpo.monitor.terminal import InertFormatter, TerminalHandler, any_text_in_terminal, speak_in_terminal
+from mcp_grpo.monitor.terminal import InertFormatter, TerminalHandler, any_text_in_terminal, speak_in_terminal, tell
 from mcp_grpo.monitor.token_view import TokenView, explain
 from mcp_grpo.monitor.trackers import project_of_trackers
 from mcp_grpo.monitor.trackio_scope import TrackioScope
@@ -53,6 +53,7 @@ __all__ = [
     "results_content",
     "speak_in_terminal",
     "table_messages",
+    "tell",
     "training_sentence",
     "trajectory_columns",
     "write_results",

@@ -1,9 +1,9 @@
-"""A run in short, in a file beside what it logs: how far it goes, the bounds it keeps to, and what was found wrong."""
+"""A run in short, in a file beside what it logs: how far it goes, its bounds, what it chose, and what was found wrong."""
 
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class RunFile(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._content["state"] = "ended"
+        self.write()
+
+    def note(self, chosen: Mapping[str, str]) -> None:
+        """Note what the run has chosen by itself, and why, by what it is about."""
+        self._content["chosen"] = dict(chosen)
         self.write()
 
     def write(self) -> None:

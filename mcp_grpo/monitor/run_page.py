@@ -88,6 +88,7 @@ def write_page(folder: Path) -> list[Path]:
         tables=_tables(content, first, last),
         examples=_examples(first, last),
         settings=_settings(folder, content),
+        chosen=_json(folder / "run.json").get("chosen") or {},
         versions=_versions(folder, content),
     )
     written = [folder / PAGE_FILE]

@@ -1,10 +1,10 @@
-"""Warnings in the terminal, whatever else is done with the log."""
+"""Warnings in the terminal, and what a run chose by itself, whatever else is done with the log."""
 
 import io
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tqdm.auto import tqdm
 
@@ -57,6 +57,22 @@ def any_text_in_terminal() -> Iterator[None]:
             stream.reconfigure(errors=errors)
 
 
+def tell(logger: logging.Logger, sentence: str) -> None:
+    """
+    Log a sentence that is no warning, and show it in the terminal all the same: once, also where what is logged is seen there.
+
+    Args:
+        logger (`logging.Logger`):
+            Gets it at the level `INFO`. If it takes not even warnings, nothing is shown.
+        sentence (`str`):
+            What is said.
+    """
+    logger.info("%s", sentence)
+    if logger.isEnabledFor(logging.WARNING) and not _shows(logger, logging.INFO):
+        with suppress(OSError, ValueError):  # the terminal is gone
+            tqdm.write(inert(sentence), file=sys.stderr)
+
+
 def speak_in_terminal(*names: str) -> None:
     """
     Let loggers write their warnings to the terminal. Doing it again changes nothing.
@@ -69,6 +85,16 @@ def speak_in_terminal(*names: str) -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, TerminalHandler) for handler in logger.handlers):
             logger.addHandler(TerminalHandler())
+
+
+def _shows(logger: logging.Logger, level: int) -> bool:
+    """Return whether what is logged at a level is written to the terminal."""
+    each: logging.Logger | None = logger
+    while each is not None and logger.isEnabledFor(level):
+        if any(_is_terminal(handler) and level >= handler.level for handler in each.handlers):
+            return True
+        each = each.parent if each.propagate else None
+    return False
 
 
 def _is_terminal(handler: logging.Handler) -> bool:

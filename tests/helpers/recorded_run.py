@@ -38,7 +38,8 @@ def make_run(folder: Path, *, text: str = "5", results: bool = True) -> Path:
     logged = [{"step": step, "reward": step / 3, f"rewards/{text}/mean": 0.1, "entropy": 0.5} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged) + '{"step": 4, "rew')
     note = {"step": 2, "name": "no_spread", "sentence": f"Too little spread. {text}", "is_fatal": False}
-    (folder / "run.json").write_text(json.dumps({"state": "ended", "health": [note]}))
+    run = {"state": "ended", "health": [note], "chosen": {"prompts": f"Prompts are run once. {text}"}}
+    (folder / "run.json").write_text(json.dumps(run))
     if results:
         before = summarize([attempt("4", answer="5", task_id=f"e{i}", family=text) for i in range(8)])
         after = summarize([attempt("5", answer="5", task_id=f"e{i}", family=text) for i in range(8)])

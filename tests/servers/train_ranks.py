@@ -51,15 +51,22 @@ def train(
     resumes: bool = False,
     share_prompts: bool | None = None,
     memory: list[int] | None = None,
+    paying_rank: str | None = None,
     **changes: Any,
 ) -> None:
-    """Trains two steps, or goes on from the last checkpoint, and writes what came of it. Ranks may have `memory` of a device."""
+    """
+    Trains two steps, or goes on from the last checkpoint, and writes what came of it. Ranks may have `memory` of a device, and one of
+    them may pay single turns in its first batch.
+    """
     shared_prompts.SHARE_PROMPTS = share_prompts
     rewards = []
 
     def reward(trajectory: list[Trajectory], **kwargs: Any) -> Any:
         rewards.append(exact_answer(trajectory))
-        return rewards[-1]
+        if paying_rank is None:
+            return rewards[-1]
+        first = 0.1 if rank == paying_rank and len(rewards) == 1 else -0.1
+        return [[first] * (t.num_turns - 1) + [answer] for t, answer in zip(trajectory, rewards[-1], strict=True)]
 
     rank = os.environ["RANK"]
     checkpointing.JOIN_PASSES = memory is not None
@@ -110,6 +117,7 @@ def train(
         "history": trainer.state.log_history,
         "weights": {n: p.double().sum().item() for n, p in whole.items()},
         "tasks": [t.task_id for t in trainer._batch.tasks],
+        "credit": [trainer._credit.mode, trainer._credit.gamma, trainer._credit.sentence],
         "is_sharded": is_sharded,
         "num_shared": num_shared[0],
     }

@@ -151,7 +151,7 @@ def test_a_range_means_what_it_says(limits: str, inside: list[float], outside: l
         ("constrained_decoding", 1, "`True` or `False`, got 1"),
         ("bootstrap_imitation_coef", -0.1, "a number >= 0, got -0.1"),
         ("advantage_mode", "token", "`'group_turn'`"),
-        ("gamma", 1.5, "a number in [0, 1], got 1.5"),
+        ("gamma", 1.5, "a number in [0, 1] or `None`, got 1.5"),
         ("old_logps", "guess", "got 'guess'"),
         ("ratio_gate", 1.0, "a number > 1, got 1.0"),
         ("kl_target", 0.0, "a number > 0 or `None`, got 0.0"),
@@ -169,7 +169,14 @@ def test_a_value_that_cannot_be_is_refused_with_what_may_be(name: str, value: An
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gamma": 1}, {"gamma": 0.0}, {"kl_target": None}, {"max_result_tokens": 16}, {"vllm_engine_kwargs": "{}"}],
+    [
+        {"gamma": 1},
+        {"gamma": 0.0},
+        {"gamma": None},
+        {"kl_target": None},
+        {"max_result_tokens": 16},
+        {"vllm_engine_kwargs": "{}"},
+    ],
     ids=str,
 )
 def test_a_value_at_a_limit_is_taken(settings: dict[str, Any]) -> None:
@@ -181,7 +188,7 @@ def test_a_value_at_a_limit_is_taken(settings: dict[str, Any]) -> None:
     [
         ({"advantage_mode": "gae", "multi_objective_aggregation": "normalize_then_sum"}, ["sum_then_normalize"]),
         ({"advantage_mode": "gae", "fp16": True}, ["`fp16` scales", "`bf16`"]),
-        ({"truncation": "bootstrap"}, ["needs a value head", "'group'"]),
+        ({"truncation": "bootstrap"}, ["needs a value head", "'auto'"]),
         ({"ref_sync": "ema"}, ["`beta` is 0", "0.05"]),
         ({"ref_sync": "ema", "beta": 0.1, "sync_ref_model": True}, ["`sync_ref_model`"]),
         ({"bootstrap_steps": 5, "use_adaptive_entropy": True}, ["`use_adaptive_entropy`"]),

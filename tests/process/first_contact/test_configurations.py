@@ -132,7 +132,7 @@ def section(title: str) -> list[list[str]]:
 
 def test_the_page_of_names_leads_to_what_there_is() -> None:
     words = {word for _, here in section("Settings") for word in re.findall(r"`([a-z_0-9]+)[`:]", here)}
-    values = {"group", "group_turn", "gae", "hybrid"}
+    values = {"auto", "group", "group_turn", "gae", "hybrid"}
     assert not words - KNOWN - values
     for there, here in section("Settings"):  # what the page says is what the recipe does
         for name in re.findall(r"`([a-z_.]+)`", there):

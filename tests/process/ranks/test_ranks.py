@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "bootstrap_steps": 5,
         "dynamic_sampling": 1,
     },
+    "paid": {"paying_rank": "1"},
     "ddp": ALL_WEIGHTS,
     "rows": ALL_WEIGHTS | {"share_prompts": False},
     "fsdp2": ALL_WEIGHTS | FSDP2,
@@ -81,6 +82,15 @@ def test_two_processes_train_one_policy_on_groups_that_span_them(trained: dict[s
         assert len(rewards) == 8
         assert entry["reward"] == pytest.approx(sum(rewards) / 8)
         assert entry["loss/policy"] == pytest.approx(entry["loss"], abs=1e-4)  # there is no other term
+
+
+def test_processes_agree_how_turns_are_judged_though_one_alone_has_paid_any(
+    trained: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, second = trained["paid"]
+    assert first["credit"] == second["credit"]
+    assert first["credit"][:2] == ["group_turn", 0.5]
+    assert first["weights"] == second["weights"]
 
 
 @pytest.mark.usefixtures("trained")

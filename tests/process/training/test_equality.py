@@ -112,7 +112,7 @@ def test_a_value_head_that_only_looks_on_leaves_the_policy_s_gradients_those_of_
 
     monkeypatch.setattr(
         "mcp_grpo.trainer.make_value_estimator",
-        lambda args, policy: LooksOn(add_value_head(policy), mode="gae", gamma=1.0, lam=1.0),
+        lambda args, policy, gamma: LooksOn(add_value_head(policy), mode="gae", gamma=1.0, lam=1.0),
     )
     # An update over weights that differ by the value head's own: gradients after the first step would show any leak.
     settings = {"beta": 0.1, "loss_type": loss_type, "num_iterations": 2}

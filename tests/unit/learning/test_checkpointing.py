@@ -1,6 +1,5 @@
 """Gradient checkpointing only in passes that would not fit without: the same numbers either way, to the bit."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,16 +97,34 @@ def test_numbers_are_the_same_to_the_bit(how: dict[str, bool], is_shared: bool) 
     assert all(torch.equal(*each) for other in found[1:] for each in zip(found[0], other, strict=True))
 
 
-def test_what_fits_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_knows_in_words_what_fits() -> None:
     model, memory = policy(), Memory(LITTLE)
     checkpointing = Checkpointing(is_possible=True, memory=memory)
-    with caplog.at_level(logging.INFO, "mcp_grpo"):
-        for free in (LITTLE, LITTLE, PLENTY, PLENTY):
-            memory.is_free = free
-            times_computed(model, checkpointing)
-    many, few = caplog.messages
+    assert not checkpointing.sentences
+    for free in (LITTLE, LITTLE, PLENTY, PLENTY):
+        memory.is_free = free
+        times_computed(model, checkpointing)
+    many, few = checkpointing.sentences.values()
     assert many.startswith("A pass has gradient checkpointing, for all its activations of 240 tokens take about")
     assert few.startswith("A pass goes without gradient checkpointing, for it fits: activations of 240 tokens")
+
+
+@pytest.mark.parametrize(
+    ("is_possible", "reason"),
+    [(False, "with DeepSpeed and FSDP"), (True, "does not tell how much memory is free")],
+    ids=["sharded", "unknown memory"],
+)
+def test_it_knows_in_words_why_checkpointing_stays_on(is_possible: bool, reason: str) -> None:
+    model = policy()
+    checkpointing = Checkpointing(is_possible=is_possible, memory=Memory(None))
+    assert times_computed(model, checkpointing) == 2
+    (sentence,) = checkpointing.sentences.values()
+    assert sentence.startswith("Gradient checkpointing is left on: ")
+    assert reason in sentence
+    model.gradient_checkpointing_disable()
+    without = Checkpointing(is_possible=is_possible, memory=Memory(None))
+    assert times_computed(model, without) == 1
+    assert not without.sentences  # there is nothing to choose
 
 
 def test_a_pass_shows_how_much_a_token_takes() -> None:

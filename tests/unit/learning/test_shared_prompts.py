@@ -1,6 +1,5 @@
 """What the rows of a pass begin with, run once: the same numbers and gradients, from fewer tokens."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -181,30 +180,30 @@ CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_models_that_cannot_share_are_refused_with_the_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_share_are_refused_with_the_reason(name: str) -> None:
     kind, changes, reason = CANNOT[name]
-    check_refused(made(kind, **changes), reason, caplog)
+    check_refused(made(kind, **changes), reason)
 
 
-def test_adapters_with_tokens_of_their_own_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_with_tokens_of_their_own_are_refused() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    check_refused(get_peft_model(made(Qwen3Config), config), "tokens of its own", caplog)
+    check_refused(get_peft_model(made(Qwen3Config), config), "tokens of its own")
 
 
-def test_a_model_that_remembers_what_no_setting_tells_of_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_remembers_what_no_setting_tells_of_is_found_out() -> None:
     model = made(LlamaConfig)
     model.model.layers[0].register_forward_hook(lambda *call: call[-1] + 0.1 * call[-1].cumsum(dim=1))
-    check_refused(model, "other log-probabilities for a tree of prompts, by", caplog)
+    check_refused(model, "other log-probabilities for a tree of prompts, by")
 
 
-def test_a_model_that_cannot_be_told_positions_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_told_positions_is_found_out() -> None:
     model = made(LlamaConfig)
     model.base_model.forward = lambda input_ids, attention_mask=None, use_cache=None: None
-    check_refused(model, "cannot run a tree of prompts (", caplog)
+    check_refused(model, "cannot run a tree of prompts (")
 
 
-def test_a_compiled_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    check_refused(torch.compile(made(LlamaConfig)), "the model is compiled", caplog)
+def test_a_compiled_model_is_refused() -> None:
+    check_refused(torch.compile(made(LlamaConfig)), "the model is compiled")
 
 
 def test_what_is_not_wanted_is_not_tried() -> None:
@@ -258,13 +257,14 @@ def test_the_load_of_experts_is_counted_of_rows() -> None:
     torch.testing.assert_close(output.aux_loss, expected.aux_loss)
 
 
-def check_refused(model: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def check_refused(model: Any, reason: str) -> None:
     before = model.config._attn_implementation
-    with caplog.at_level(logging.INFO, "mcp_grpo"):
-        sharing = PromptSharing(None)
-        assert not sharing.is_possible(model)
-        assert not sharing.is_possible(model)
-    [said] = caplog.messages
+    sharing = PromptSharing(None)
+    assert sharing.sentence is None
+    assert not sharing.is_possible(model)
+    assert not sharing.is_possible(model)
+    said = str(sharing.sentence)
+    assert said.startswith("Prompts are run once for each attempt: ")
     assert reason in said
     assert model.config._attn_implementation == before
     with pytest.raises(SettingsError, match=r"`SHARE_PROMPTS` is `True`, which cannot be: .*Leave it at `None`"):

@@ -33,6 +33,8 @@ def test_it_says_how_far_a_run_goes_its_bounds_and_what_was_said(tmp_path: Path)
     assert read(tmp_path)["health"] == [
         {"step": 3, "name": "no_calls", "sentence": "No tool was called.", "is_fatal": False}
     ]
+    file.note({"prompts": "Prompts are run once."})
+    assert read(tmp_path)["chosen"] == {"prompts": "Prompts are run once."}
     file.on_train_end(ARGS, STATE, STATE)
     assert read(tmp_path)["state"] == "ended"
     file.on_train_begin(ARGS, STATE, STATE)  # a run after a run

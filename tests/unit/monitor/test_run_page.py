@@ -50,6 +50,7 @@ def test_it_says_what_was_learnt_what_was_wrong_and_with_what(
     assert "3 steps · policy of step 2 kept" in text
     assert "learning_rate 1e-05" in text
     assert "trl 1.16" in text
+    assert "prompts Prompts are run once." in text
     assert "At the start: step 0, 5-0" in text
     assert "At the end: step 2, 5-0" in text
     assert 'add({"a": "5 at step 2"})' in text
