@@ -5,15 +5,18 @@ import os
 import random
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 from transformers import AutoConfig
@@ -26,6 +29,8 @@ from mcp_grpo.trl_compat import VLLMGeneration, engine_arguments
 
 
 WeightSync = Literal["auto", "merge", "adapter"]
+APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Variable of vLLM that gives an engine a process of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,7 @@ class VLLMBackend(VLLMGeneration):
         self._version = 0
         self._adapter: Any = None
         self._folder: Path | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         super().__init__(**kwargs)
 
     @property
@@ -120,12 +126,16 @@ class VLLMBackend(VLLMGeneration):
         """Remove what was written for vLLM, and end the engine to free its memory. Safe to call more than once."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if getattr(self, "llm", None) is None:
+            return
         # A sleeping engine has freed its memory, and vLLM would fail to free it again. With several processes none may end
         # it: vLLM would also end their process group.
-        if getattr(self, "llm", None) is None or self.enable_sleep_mode or not self._is_alone:
+        if not self._is_apart and (self.enable_sleep_mode or not self._is_alone):
             return
         engine, self.llm = self.llm, None
         engine.llm_engine.engine_core.shutdown()
+        if self._watchdog is not None:
+            self._watchdog.communicate()  # it kills what is left, and ends
         del engine
         gc.collect()  # it refers to itself
         if self.accelerator.device.type == "cuda":
@@ -147,6 +157,8 @@ class VLLMBackend(VLLMGeneration):
                 "max_lora_rank": max_lora_rank(self._policy.peft_config["default"]),
                 "max_loras": 1,
             }
+        if self._is_apart:
+            arguments |= {"distributed_executor_backend": "uni"}  # TRL's is for this process
         sleeps, is_cpu = self.enable_sleep_mode, self.accelerator.device.type == "cpu"
         if is_cpu:
             arguments |= self._cpu_arguments()
@@ -157,9 +169,14 @@ class VLLMBackend(VLLMGeneration):
         with ExitStack() as stack:
             if self._is_alone:
                 stack.enter_context(_group_of_one())
+            if self._is_apart:
+                stack.enter_context(_program_hidden())
             stack.enter_context(engine_arguments({**arguments, **self._settings.engine}))
             stack.enter_context(_random_state_kept())
+            before = _children()
             super()._init_vllm()
+        if self._is_apart:
+            self._watchdog = _killer_of(_children() - before)
         if self.sends_adapters and sleeps:
             self.enable_sleep_mode = True
             self.sleep()
@@ -179,6 +196,14 @@ class VLLMBackend(VLLMGeneration):
     def _is_alone(self) -> bool:
         """Return whether this process is the only one of the run."""
         return self.accelerator.distributed_type == DistributedType.NO
+
+    @property
+    def _is_apart(self) -> bool:
+        """
+        Return whether the engine has a process of its own, by vLLM's own variable. Adapters reach it there, as files; whole weights
+        would not.
+        """
+        return self._is_alone and self.sends_adapters and os.environ.get(APART) == "1"
 
     @property
     def _policy(self) -> Any:
@@ -333,6 +358,43 @@ def _group_of_one() -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _killer_of(processes: Iterable[psutil.Process]) -> subprocess.Popen[bytes]:
+    """Start a process that kills others when this one ends, however it ends: then the pipe closes that it reads."""
+    words = [sys.executable, "-c", _WAIT_AND_KILL, *(f"{each.pid}:{each.create_time()}" for each in processes)]
+    # In a session of its own, so that Ctrl-C does not reach it.
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+_WAIT_AND_KILL = """
+import sys, psutil
+sys.stdin.read()
+for word in sys.argv[1:]:
+    pid, _, made = word.partition(":")
+    try:
+        process = psutil.Process(int(pid))
+        if str(process.create_time()) == made:
+            process.kill()
+    except psutil.NoSuchProcess:
+        pass
+"""
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+@contextmanager
+def _program_hidden() -> Generator[None]:
+    """Keep a new process from running the program of this one again, as Python would to give it what the program defines."""
+    program: Any = sys.modules["__main__"]
+    hidden = {name: program.__dict__.pop(name) for name in ("__file__", "__spec__") if name in program.__dict__}
+    program.__spec__ = None
+    try:
+        yield
+    finally:
+        program.__dict__.update(hidden)
 
 
 def _fast_folder() -> str | None:
