@@ -26,7 +26,7 @@ OTHERS: dict[str, Any] = {
     "max_turn_tokens": 5,
     "old_results": "drop",
     "max_concurrent_trajectories": 5,
-    "rollout_ahead": 1,
+    "max_staleness": 1,
     "weight_sync": "merge",
     "vllm_engine_kwargs": {"enforce_eager": True},
     "vllm_server_urls": ["http://localhost:8000"],
@@ -139,7 +139,7 @@ def test_a_range_means_what_it_says(limits: str, inside: list[float], outside: l
         ("trajectory_timeout", 0.0, "a number > 0, got 0.0"),
         ("max_concurrent_trajectories", 0, "an integer > 0 or `None`"),
         ("max_failed_fraction", 1.5, "a number in [0, 1], got 1.5"),
-        ("rollout_ahead", 2, "one of `0`, `1`, got 2"),
+        ("max_staleness", -1, "an integer >= 0"),
         ("weight_sync", "fast", "one of `'auto'`, `'merge'`, `'adapter'`, got 'fast'"),
         ("vllm_server_urls", "http://a", "a list of strings or `None`, got 'http://a'"),
         ("cassette_mode", "rewind", "`'replay'`"),
@@ -232,7 +232,7 @@ def test_what_does_nothing_without_vllm_is_refused_there(name: str) -> None:
 
 def test_all_that_does_not_go_with_servers_is_said_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
-        check_arguments(config(top_p=0.5, rollout_ahead=1, temperature=0.0), Dataset.from_list([]), {"tools": [print]})
+        check_arguments(config(top_p=0.5, max_staleness=1, temperature=0.0), Dataset.from_list([]), {"tools": [print]})
     assert len(str(caught.value).splitlines()) == 5
 
 

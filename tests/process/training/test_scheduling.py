@@ -94,7 +94,11 @@ def rolled_out(
     max_concurrent: int | None = None,
 ) -> list[Trajectory]:
     return engine.roll_out(
-        attempts, renderer=RENDERER, generator=told or Told(), limits=limits, max_concurrent=max_concurrent
+        attempts,
+        renderer=RENDERER,
+        generator=told or Told(),
+        limits=limits,
+        room=None if max_concurrent is None else anyio.Semaphore(max_concurrent),
     )
 
 

@@ -70,14 +70,14 @@ def test_a_batch_is_sampled_by_the_policy_of_one_update_before(
         reward=reward,
         peft_config=LORA,
         callbacks=[versions],
-        rollout_ahead=1,
+        max_staleness=1,
         max_steps=4,
         learning_rate=5e-3,
         lr_scheduler_type="constant",
         **where,
     ) as trainer:
         trainer.train()
-        assert trainer._collector._ahead is None  # nothing is begun that will not be trained on
+        assert not trainer._collector._stream.groups  # nothing is begun that will not be trained on
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert len(batches) == len(versions.weights) == len(logs) == 4
         assert distance(trainer, versions.weights[0], batches[0]) < 1e-5
@@ -94,7 +94,7 @@ def test_evaluation_waits_for_what_was_begun_before(tmp_path: Path, wide_adding_
     rows = Dataset.from_list(ROWS[:2])
     args = settings(
         tmp_path,
-        rollout_ahead=1,
+        max_staleness=1,
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
@@ -116,18 +116,18 @@ def test_a_run_that_breaks_off_leaves_no_rollout_behind(tmp_path: Path, wide_add
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
 
-    trainer = make_trainer(tmp_path, wide_adding_model, callbacks=[Stop()], rollout_ahead=1, max_steps=4, **IN_PROCESS)
+    trainer = make_trainer(tmp_path, wide_adding_model, callbacks=[Stop()], max_staleness=1, max_steps=4, **IN_PROCESS)
     engine = trainer.vllm_generation.llm.llm_engine
     with pytest.raises(KeyboardInterrupt), trainer:
         trainer.train()
-    assert trainer._collector._ahead is None
+    assert not trainer._collector._stream.groups
     assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "`rollout_ahead=1` is for sampling with vLLM"),
+        ({}, "`max_staleness=1` is for sampling with vLLM"),
         ({"use_vllm": True, "vllm_enable_sleep_mode": True}, "`vllm_enable_sleep_mode` puts it to sleep"),
         ({"use_vllm": True, "num_iterations": 2}, r"needs one update per batch: `num_iterations` \(2\) must be 1"),
     ],
@@ -137,7 +137,7 @@ def test_settings_that_cannot_sample_ahead_are_refused(tmp_path: Path, changes: 
         MCPGRPOTrainer(
             "no/model",
             exact_answer,
-            settings(tmp_path, rollout_ahead=1, **changes),
+            settings(tmp_path, max_staleness=1, **changes),
             Dataset.from_list(ROWS),
             servers=SERVERS,
         )
