@@ -230,6 +230,25 @@ def test_what_does_nothing_without_vllm_is_refused_there(name: str) -> None:
         check_arguments(config(**{name: OTHERS[name]}), None, {})
 
 
+def test_groups_can_only_be_passed_over_where_a_process_has_whole_ones() -> None:
+    args = config(use_vllm=True, vllm_mode="server", max_staleness=2, per_device_train_batch_size=8)
+    check_arguments(args, None, {})
+    args.per_device_train_batch_size = 4  # as where two processes share a group
+    with pytest.raises(
+        SettingsError, match=r"needs whole groups on each process, but a batch has 4 trajectories there"
+    ):
+        check_arguments(args, None, {})
+    args.max_staleness = 1
+    check_arguments(args, None, {})
+
+
+def test_groups_can_only_be_passed_over_where_tasks_can_be_looked_up() -> None:
+    args = config(use_vllm=True, vllm_mode="server", max_staleness=2)
+    stream = Dataset.from_list([{"task_id": str(i), "prompt": "2+3?"} for i in range(8)]).to_iterable_dataset()
+    with pytest.raises(SettingsError, match="the dataset must be a `Dataset`, not a stream"):
+        check_arguments(args, stream, {})
+
+
 def test_all_that_does_not_go_with_servers_is_said_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
         check_arguments(config(top_p=0.5, max_staleness=1, temperature=0.0), Dataset.from_list([]), {"tools": [print]})
@@ -334,6 +353,9 @@ def test_a_result_may_take_half_of_the_completion_unless_it_is_said_how_much(
 def test_a_whole_batch_is_under_way_unless_it_is_said_how_many() -> None:
     assert max_concurrent(config(per_device_train_batch_size=4, gradient_accumulation_steps=2)) == 8
     assert max_concurrent(config(max_concurrent_trajectories=3)) == 3
+    ahead = {"use_vllm": True, "max_staleness": 3}
+    assert max_concurrent(config(per_device_train_batch_size=4, gradient_accumulation_steps=2, **ahead)) == 16
+    assert max_concurrent(config(max_concurrent_trajectories=3, **ahead)) == 3
 
 
 @pytest.mark.parametrize(("beta", "target", "is_made"), [(0.1, 0.4, True), (0.0, 0.4, False), (0.1, None, False)])
