@@ -1229,16 +1229,19 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._values.load_state_dict(state["values"])
 
     def _rows_of(self, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows of a group for each task, none if the dataset does not have them all."""
-        places = (
-            {str(task_id): place for place, task_id in enumerate(self.train_dataset["task_id"])} if task_ids else {}
-        )
+        """Return the rows of a group for each task; none if the dataset does not have them all."""
+        if not task_ids:
+            return []
+        dataset = cast("Dataset", self.train_dataset)
+        places = {str(task_id): place for place, task_id in enumerate(dataset["task_id"])}
         if missing := [task_id for task_id in task_ids if task_id not in places]:
             logger.warning(
-                "Tasks that were under way at the checkpoint are not in the dataset: %s.", ", ".join(missing)
+                "Tasks that were under way at the checkpoint are not in the dataset any more, so that the run goes on with the next "
+                "batch: %s.",
+                ", ".join(missing),
             )
             return []
-        rows = [self.train_dataset[places[task_id]] for task_id in task_ids]
+        rows = [dataset[places[task_id]] for task_id in task_ids]
         return [dict(row) for row in rows for _ in range(self.num_generations)]
 
     # ---- What others see ----

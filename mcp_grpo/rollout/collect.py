@@ -157,9 +157,8 @@ class BatchCollector:
                 Rows of the next batch, to be rolled out meanwhile. With `max_staleness` above 1, groups of both may be taken.
         """
         self.engine.check_open()
-        if is_training and len(self._resumed) == len(rows):  # they were under way in place of these
-            rows, self._resumed = self._resumed, []
-            self._left[step] = [str(row["task_id"]) for row in rows[::group_size]]
+        if is_training:
+            rows = self._resumed_in_place_of(rows, step, group_size)
         tasks = [task_from_row(row) for row in rows]
         self.engine.catalog.check(*tasks)  # those of a stream have not been seen before
         rank = self.accelerator.process_index
@@ -264,6 +263,14 @@ class BatchCollector:
         finally:
             self.engine.close()
 
+    def _resumed_in_place_of(self, rows: Sequence[Row], step: int, size: int) -> Sequence[Row]:
+        """Return what was under way when a run was stopped, in the first batch of one that goes on; else the rows themselves."""
+        resumed, self._resumed = self._resumed, []
+        if len(resumed) != len(rows):  # also if batches have another size now
+            return rows
+        self._left[step] = [str(row["task_id"]) for row in resumed[::size]]
+        return resumed
+
     def _take(self, batch: Batch, next_rows: Sequence[Row], step: int, size: int) -> None:
         """Begin the next batch, and make this one of groups that have ended."""
         size = size if self.max_staleness > 1 else len(batch.rows)  # with 1, a batch is what was begun for it
@@ -312,10 +319,11 @@ class BatchCollector:
         slots = [place - rank * num_own for place in lost if rank * num_own <= place < (rank + 1) * num_own]
         slots = [slot for slot in slots if batch.tasks[slot].metadata.get(COLUMN)]
         tasks = [batch.tasks[slot] for slot in slots]
-        how = self._how(RolloutProgress(), step) | {"finish": self._scripted}
+        how = self._how(RolloutProgress(), step)
         turns = [scripted_turns(task, self.renderer) for task in tasks]
         seeds = [derived_seed(how["seed"], index) for index in range(len(tasks))]
         generator = ScriptedGenerator(dict(zip(seeds, turns, strict=True)))
+        how["finish"] = self._scripted
         found = self.engine.roll_out(tasks, generator=generator, **how) if tasks else []
         unfit = Counter[str]()
         for slot, trajectory in zip(slots, found, strict=True):

@@ -110,10 +110,6 @@ class RolloutEngine:
         """Return the tokens of the opening prompts of tasks."""
         return [renderer.prompt_ids(task.prompt, self.schemas_for(task)) for task in tasks]
 
-    def cancel(self) -> None:
-        """End every rollout that is under way, on whatever thread it is waited for."""
-        _cancel(self._rollouts)
-
     def close(self) -> None:
         """End every server. Safe to call more than once."""
         self._finalizer()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mcp_grpo.errors import RolloutError
-from mcp_grpo.rollout.background import Background
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.sampling.generator import Generator
@@ -79,14 +78,15 @@ class RolloutStream:
 
     def __init__(self, engine: RolloutEngine, device: torch.device, max_staleness: int) -> None:
         self._engine = engine
-        self._device = device
+        is_current = device.type == "cuda" and device.index is None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_current else device
         self._max_staleness = max_staleness
         self._groups: list[StreamedGroup] = []  # begun and not taken
         self._lock = threading.Lock()
         self._num_running = 0
         self._idle: Future[None] = Future()  # done when nothing is running
         self._idle.set_result(None)
-        self._serving: Background[None] | None = None
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     @property
@@ -132,7 +132,9 @@ class RolloutStream:
             StreamedGroup(rows=rows, tasks=tasks, begun=step, progress=progress, trajectories=trajectories)
         )
         if is_first:
-            self._serving = Background(partial(self._sample, generator, self._idle), self._device)
+            work = partial(self._sample, generator, self._idle)
+            self._thread = threading.Thread(target=work, name="mcp-grpo-stream", daemon=True)
+            self._thread.start()
 
     def take(self, num_groups: int, step: int) -> list[StreamedGroup]:
         """
@@ -158,8 +160,8 @@ class RolloutStream:
         self._cancel()
         self._groups = []
         wait([self._idle], timeout=DROP_TIME)
-        if self._serving is not None and self._idle.done():
-            self._serving.wait(timeout=DROP_TIME)
+        if self._thread is not None and self._idle.done():
+            self._thread.join(timeout=DROP_TIME)
         self._error = None
 
     def _wait(self) -> None:
@@ -193,6 +195,8 @@ class RolloutStream:
 
     def _sample(self, generator: Generator, idle: Future[None]) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has its own
             self._engine.serve(generator, until=idle)
         except BaseException as error:  # who takes the next groups is told
             self._error = error

@@ -220,7 +220,7 @@ def test_what_is_under_way_ends_with_the_run(tmp_path: Path, wide_adding_model: 
     assert (held.folder / "held").exists()
     assert not trainer._collector._stream.groups
     assert not engine.has_unfinished_requests()
-    assert not [thread for thread in threading.enumerate() if thread.name == "mcp-grpo-ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "mcp-grpo-stream"]
     assert not left_behind()
 
 

@@ -128,7 +128,7 @@ def engine() -> Iterator[RolloutEngine]:
 
 
 def num_serving() -> int:
-    return sum(thread.name == "mcp-grpo-ahead" for thread in threading.enumerate())
+    return sum(thread.name == "mcp-grpo-stream" for thread in threading.enumerate())
 
 
 def test_a_slow_group_is_passed_over_until_the_bound_and_every_group_is_taken_once(engine: RolloutEngine) -> None:
@@ -155,9 +155,9 @@ def test_one_thread_serves_as_long_as_anything_is_under_way_and_no_longer(engine
         assert num_serving() == 1
         rollouts.end(name)
         rollouts.stream.wait()
-        rollouts.stream._serving.wait(20)
+        rollouts.stream._thread.join(20)
         assert num_serving() == 0
-    assert rollouts.policy.threads == {"mcp-grpo-ahead"}
+    assert rollouts.policy.threads == {"mcp-grpo-stream"}
 
 
 def test_what_is_dropped_ends_before_the_servers_do(engine: RolloutEngine) -> None:
@@ -185,7 +185,7 @@ def test_what_breaks_a_group_comes_out_where_groups_are_taken(engine: RolloutEng
         rollouts.take(2, 0)
     rollouts.stream.drop()
     rollouts.begin("c", 0)
-    engine.cancel()
+    rollouts.stream.groups[0].trajectories.cancel()
     with pytest.raises(RolloutError, match="ended from outside"):
         rollouts.take(1, 0)
     rollouts.stream.drop()
