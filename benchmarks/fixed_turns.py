@@ -227,7 +227,8 @@ def draw_latencies(kind: str, num_trajectories: int, num_calls: int, seed: int =
 
     Args:
         kind (`str`):
-            A number of seconds, or `"tail"` followed by the mean of a log-normal distribution that is cut at 3 s.
+            A number of seconds, or `"tail"` followed by the mean of a log-normal distribution that is cut at 3 s, or `"rare"` for the
+            same with one call of all that takes 10 s.
         num_trajectories (`int`):
             How many.
         num_calls (`int`):
@@ -239,11 +240,14 @@ def draw_latencies(kind: str, num_trajectories: int, num_calls: int, seed: int =
         `list[list[float]]`: Seconds, by trajectory and call.
     """
     rng = random.Random(seed)
-    if not kind.startswith("tail"):
+    if not kind.startswith(("tail", "rare")):
         return [[float(kind)] * num_calls for _ in range(num_trajectories)]
-    mean, sigma, cap = float(kind.removeprefix("tail")), 1.0, 3.0
+    mean, sigma, cap = float(kind[4:]), 1.0, 3.0
     draw = lambda: min(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma), cap)  # noqa: E731
-    return [[draw() for _ in range(num_calls)] for _ in range(num_trajectories)]
+    drawn = [[draw() for _ in range(num_calls)] for _ in range(num_trajectories)]
+    if kind.startswith("rare"):
+        drawn[0][0] = 10.0
+    return drawn
 
 
 _place: ContextVar[tuple[int, int]] = ContextVar("place")  # number of the trajectory at hand, and its turn

@@ -12,7 +12,7 @@ First it is shown beside every measured rollout of three runs, which differ amon
 them at each point, so that it is a model of a fast host. Then it has two layouts:
 
 - in process: each GPU samples its share of the trajectories, waits for the slowest of all, and trains on its share
-- servers: half of the GPUs sample with vLLM servers for the next step (`rollout_ahead=1`), while the other half train
+- servers: half of the GPUs sample with vLLM servers for the next step (`max_staleness=1`), while the other half train
 
 and two ways to grow: as many trajectories a step as on one GPU for each GPU, or 512 a step on however many. The last table has the bytes that a
 step sends to each engine: an adapter, or whole weights.

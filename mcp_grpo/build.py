@@ -86,9 +86,8 @@ def make_limits(args: MCPGRPOConfig, model_config: PretrainedConfig, max_context
 
 def max_concurrent(args: MCPGRPOConfig) -> int:
     """Return how many trajectories a process may have under way at a time."""
-    return args.max_concurrent_trajectories or args.per_device_train_batch_size * cast(
-        "int", args.steps_per_generation
-    )
+    batch_size = args.per_device_train_batch_size * cast("int", args.steps_per_generation)
+    return args.max_concurrent_trajectories or batch_size * (2 if args.max_staleness else 1)
 
 
 def make_grammars(args: MCPGRPOConfig, renderer: Renderer) -> TurnGrammars | None:
@@ -204,6 +203,7 @@ def make_collector(
         seed=args.seed,
         temperature=args.temperature,
         max_concurrent=max_concurrent(args),
+        max_staleness=args.max_staleness,
         max_refills=args.dynamic_sampling,
         is_solved=partial(is_solved, is_success=is_success or is_done) if args.replay_solutions else None,
         masks_cuts=args.truncation == "mask",

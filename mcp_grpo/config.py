@@ -83,6 +83,10 @@ REMOVED: Mapping[str, Removed] = {
     "first_phase_steps": _FIRST_PHASE._replace(default=0),
     "first_phase_temperature": _FIRST_PHASE,
     "first_phase_turn_tokens": _FIRST_PHASE,
+    "rollout_ahead": Removed(
+        0,
+        "`max_staleness` bounds how many updates old a trajectory may be. Set `max_staleness=1` to roll one batch ahead",
+    ),
     "trim_padding": Removed(True, "padding is always left out where that is exact"),
     "weight_sync_tolerance": Removed(0.1, "the tolerance is always 0.1 nats per token"),
 }
@@ -217,7 +221,8 @@ class MCPGRPOConfig(GRPOConfig):
         None,
         "rollout",
         "Trajectories that each process has under way at a time. The others wait in a queue, and those of tasks that "
-        "took most turns so far start first. What is sampled does not depend on it. If `None`, a whole batch.",
+        "took most turns so far start first. What is sampled does not depend on it. If `None`, a whole batch, and with "
+        "`max_staleness` the next one, too.",
         range="> 0",
         needs=("servers",),
     )
@@ -228,13 +233,14 @@ class MCPGRPOConfig(GRPOConfig):
         "that broke, a deadline). With more, training stops with an error that says what broke.",
         range="[0, 1]",
     )
-    rollout_ahead: int = _setting(
+    max_staleness: int = _setting(
         0,
         "rollout",
-        "With 1, the next batch is rolled out while the current one is trained on, by the policy as it was one "
-        "update before; ratios are to that policy. vLLM must be on a server, or in process without sleep mode. A run "
-        "that is resumed rolls its first batch out anew. 0 is strictly on-policy.",
-        choices=[0, 1],
+        "Updates of the policy that may lie between the beginning of a trajectory and its use. 0 is strictly on-policy. With 1, "
+        "the next batch is rolled out while the current one is trained on. With more, groups that take long are not waited for "
+        "until they are that old; others take their place, and new weights are sent between turns. Ratios are to the policy that "
+        "sampled each token. vLLM must be on a server, or in process without sleep mode.",
+        range=">= 0",
         needs=("servers", "vllm"),
     )
 

@@ -91,6 +91,11 @@ def _is_fsdp1(args: MCPGRPOConfig) -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION", "1") == "1"
 
 
+def _share(args: MCPGRPOConfig) -> int:
+    """Return the trajectories of a batch on each process."""
+    return args.per_device_train_batch_size * cast("int", args.steps_per_generation)
+
+
 def _refusals(
     args: MCPGRPOConfig, train_dataset: Any, kwargs: Mapping[str, Any]
 ) -> list[tuple[bool | int | None, str]]:
@@ -130,16 +135,28 @@ def _refusals(
             "`constrained_decoding=True`.",
         ),
         (
-            args.rollout_ahead and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
-            "`rollout_ahead=1` needs the engine while the policy trains, and `vllm_enable_sleep_mode` puts it to sleep then. "
+            args.max_staleness and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
+            "`max_staleness` above 0 needs the engine while the policy trains, and `vllm_enable_sleep_mode` puts it to sleep then. "
             'Set one of them off, or `vllm_mode="server"`.',
         ),
         (
-            args.rollout_ahead
+            args.max_staleness
             and (args.num_iterations > 1 or args.gradient_accumulation_steps != args.steps_per_generation),
-            f"`rollout_ahead=1` needs one update per batch: `num_iterations` ({args.num_iterations}) must be 1, and "
+            f"`max_staleness` above 0 needs one update per batch: `num_iterations` ({args.num_iterations}) must be 1, and "
             f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}) equal to `steps_per_generation` "
             f"({args.steps_per_generation}).",
+        ),
+        (
+            args.max_staleness > 1 and _share(args) % cast("int", args.num_generations),
+            f"`max_staleness` above 1 needs whole groups on each process, but a batch has {_share(args)} trajectories there "
+            f"(`per_device_train_batch_size` {args.per_device_train_batch_size} * `steps_per_generation` "
+            f"{args.steps_per_generation}), which is no multiple of `num_generations` ({args.num_generations}). Change one of them, "
+            "or set `max_staleness=1`.",
+        ),
+        (
+            args.max_staleness > 1 and not isinstance(train_dataset, Dataset | None),
+            "`max_staleness` above 1 looks up the tasks that were under way when a run is resumed, so the dataset must be a "
+            "`Dataset`, not a stream. Set `max_staleness=1`.",
         ),
         (
             args.use_vllm and bool(args.vllm_server_urls) and args.vllm_mode != "server",

@@ -72,6 +72,20 @@ def tool_metrics(
     }
 
 
+def staleness_metrics(
+    trajectories: Sequence[Trajectory], gather: Callable[[list[Any]], list[Any]] = list
+) -> dict[str, float]:
+    """Compute how many updates lie between the beginning of trajectories and their use."""
+    found: list[int] = gather([trajectory.staleness for trajectory in trajectories])
+    if not found:
+        return {}
+    return {
+        "rollout/staleness": sum(found) / len(found),
+        "rollout/staleness_max": float(max(found)),
+        "rollout/carried_fraction": sum(each > 1 for each in found) / len(found),
+    }
+
+
 def reduced(ratios: Mapping[str, Ratio], accelerator: Any) -> dict[str, float]:
     """Add ratios up over all ranks, then divide."""
     local = torch.tensor([[ratio.total, ratio.count] for ratio in ratios.values()], device=accelerator.device)

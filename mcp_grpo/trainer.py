@@ -394,7 +394,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._upcoming, self._kept_step = (None, []), None
         if self._collector is not None:
-            self._collector.drop_ahead()
+            self._collector.drop_stream()
             self._collector.sampler.forget_weights()  # another run may have been at the same step, with other weights
         if self.state.global_step:  # a run after a run
             self._monitor.begin_anew()
@@ -598,8 +598,8 @@ class MCPGRPOTrainer(GRPOTrainer):
     # ---- A batch: rolled out, scored, and given what the loss needs ----
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """See [`~transformers.Trainer`]. With `rollout_ahead`, the samples of the next update are fetched as well."""
-        if not self.args.rollout_ahead:
+        """See [`~transformers.Trainer`]. With `max_staleness`, the samples of the next update are fetched as well."""
+        if not self.args.max_staleness:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         whose, samples = self._upcoming
         if whose is not epoch_iterator:
@@ -888,7 +888,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             logps,
             recorder,
             learn=is_training and self._is_first_pass,
-            is_on_policy=self._is_first_pass and not (is_training and self.args.rollout_ahead),
+            is_on_policy=self._is_first_pass and not (is_training and self.args.max_staleness),
         )
         if self._records is not None and is_training and self._is_first_pass:
             self._records.add_pass(settled.inputs, logps, None if recorder is None else recorder.values())
@@ -1070,7 +1070,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             return True
         notes = self._monitor.check_health(
             step,
-            is_on_policy=self._is_on_policy and not self.args.rollout_ahead,
+            is_on_policy=self._is_on_policy and not self.args.max_staleness,
             is_learning_calls=self._objective.bootstrap.strength(step) > 0,
         )
         self._say(notes)
@@ -1207,6 +1207,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             "global_step": self.state.global_step,
             "num_rollouts": self._collector and self._collector.num_rollouts,
             "turns": self._engine and self._engine.turns.state_dict(),
+            "under_way": self._collector and self._collector.under_way(self.state.global_step),
             "health": self._monitor.health.state_dict(),
             "kl_control": self._kl_control and self._kl_control.state_dict(),
             "values": self._values and self._values.state_dict(),
@@ -1238,6 +1239,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         if self._collector is not None and state["turns"]:
             self._collector.num_rollouts = state["num_rollouts"]
             self._collector.engine.turns.load_state_dict(state["turns"])
+            self._collector.resume(self._rows_of(state.get("under_way") or []))
         self._monitor.health.load_state_dict(state["health"])
         self._evaluations.load(up_to=state["global_step"])
         if self._kl_control is not None and state["kl_control"]:
@@ -1247,6 +1249,22 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._values.load_state_dict(state["values"])
         if "credit" in state:  # not in those of earlier versions
             self._credit.load_state_dict(state["credit"])
+
+    def _rows_of(self, task_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows of a group for each task; none if the dataset does not have them all."""
+        if not task_ids:
+            return []
+        dataset = cast("Dataset", self.train_dataset)
+        places = {str(task_id): place for place, task_id in enumerate(dataset["task_id"])}
+        if missing := [task_id for task_id in task_ids if task_id not in places]:
+            logger.warning(
+                "Tasks that were under way at the checkpoint are not in the dataset any more, so that the run goes on with the next "
+                "batch: %s.",
+                ", ".join(missing),
+            )
+            return []
+        rows = [dataset[places[task_id]] for task_id in task_ids]
+        return [dict(row) for row in rows for _ in range(self.num_generations)]
 
     # ---- What others see ----
 

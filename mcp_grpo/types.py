@@ -382,6 +382,8 @@ class Trajectory:
             For each turn, how long it was generated and how long its calls took, waiting included.
         user_exchanges (`tuple[Exchange, ...]`, *optional*):
             Tool calls of the user with their results; their `turn` is the number of turns that the policy had had.
+        staleness (`int`, *optional*, defaults to `0`):
+            Updates of the policy between its beginning and its use. Later turns may be of newer weights.
 
     Example:
 
@@ -409,6 +411,7 @@ class Trajectory:
     is_scripted: bool = False
     turn_seconds: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     user_exchanges: tuple[Exchange, ...] = ()
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -139,7 +139,7 @@ def remedies(phase: str, settings: Any) -> list[str]:
         if batch_size > 1
         else None,
         "sleep": "`vllm_enable_sleep_mode=True` (vLLM gives its memory back while the policy trains)"
-        if in_process and not settings.vllm_enable_sleep_mode and not settings.rollout_ahead
+        if in_process and not settings.vllm_enable_sleep_mode and not settings.max_staleness
         else None,
         "share": f"`vllm_gpu_memory_utilization={share * 0.7:.2f}` (now {share}, of the whole GPU)"
         if in_process

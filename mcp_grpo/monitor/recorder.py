@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
         "is_scripted": pa.bool_(),
         "seconds": pa.float32(),
         "queue_seconds": pa.float32(),
+        "staleness": pa.int32(),
         "generation_seconds": pa.list_(pa.float32()),
         "tool_seconds": pa.list_(pa.float32()),
         "rewards": pa.map_(pa.string(), pa.float64()),
@@ -74,7 +75,8 @@ SCHEMA = pa.schema(
     }
 )
 """
-Columns of the files, one row per trajectory. `prompt`, `messages`, `arguments` and `states` are JSON. `generation_seconds` and
+Columns of the files, one row per trajectory. `prompt`, `messages`, `arguments` and `states` are JSON. `staleness` is in
+updates of the policy. `generation_seconds` and
 `tool_seconds` have an entry for each turn: how long it was generated, and how long its calls took. Columns of tokens have
 an entry for each token after the prompt: `token_bytes` is its length in `token_text`, `turn` is -1 and `trainer_logp` NaN where
 the policy did not write it.
@@ -298,6 +300,7 @@ def _said(trajectory: Trajectory) -> dict[str, Any]:
         "is_scripted": trajectory.is_scripted,
         "seconds": trajectory.seconds,
         "queue_seconds": trajectory.queue_seconds,
+        "staleness": trajectory.staleness,
         "generation_seconds": [generation for generation, _ in trajectory.turn_seconds],
         "tool_seconds": [tools for _, tools in trajectory.turn_seconds],
     }

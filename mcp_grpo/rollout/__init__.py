@@ -1,6 +1,5 @@
 """The rollout: from tasks to trajectories."""
 
-from mcp_grpo.rollout.background import Background
 from mcp_grpo.rollout.call_format import CallFormat, output_rows, set_call_format
 from mcp_grpo.rollout.collect import Batch, BatchCollector, check_failures
 from mcp_grpo.rollout.engine import RolloutEngine
@@ -13,7 +12,6 @@ from mcp_grpo.rollout.scheduling import TurnHistory
 
 
 __all__ = [
-    "Background",
     "Batch",
     "BatchCollector",
     "CallFormat",

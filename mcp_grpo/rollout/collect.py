@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import anyio
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -16,8 +17,7 @@ from datasets import Dataset
 
 from mcp_grpo.errors import RolloutError
 from mcp_grpo.masking import SchemaMask, TurnGrammars
-from mcp_grpo.metrics import Ratio, reduced, tool_metrics, trajectory_metrics
-from mcp_grpo.rollout.background import Background
+from mcp_grpo.metrics import Ratio, reduced, staleness_metrics, tool_metrics, trajectory_metrics
 from mcp_grpo.rollout.conversation import Conversation, Watch
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.loop import Limits, derived_seed
@@ -25,14 +25,13 @@ from mcp_grpo.rollout.progress import RolloutProgress, progress_bar
 from mcp_grpo.rollout.refill import other_rows, refill
 from mcp_grpo.rollout.renderer import Renderer
 from mcp_grpo.rollout.replay import COLUMN, ScriptedGenerator, scripted_turns, why_unfit
+from mcp_grpo.rollout.stream import RolloutStream
 from mcp_grpo.sampling.sampler import Sampler
 from mcp_grpo.tasks import task_from_row
 from mcp_grpo.types import StopReason, Task, Trajectory
 
 
 logger = logging.getLogger(__name__)
-
-DROP_TIME = 60.0  # seconds for a rollout to end that is of no use any more
 
 Row = dict[str, Any]
 Score = Callable[[list[int], list[Row], list[Trajectory]], torch.Tensor]
@@ -48,21 +47,14 @@ class Batch:
     progress: RolloutProgress
     metrics: dict[str, float] = field(default_factory=dict)
     mask_metrics: dict[str, Ratio] = field(default_factory=dict)
+    is_streamed: bool = False  # whether it was rolled out while another was trained on
 
     def reduced_metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of the batch over all processes."""
         own = [trajectory for trajectory in self.trajectories if not trajectory.is_scripted]
         ratios = trajectory_metrics(own) | self.progress.metrics() | self.mask_metrics
-        return self.metrics | reduced(ratios, accelerator) | tool_metrics(own, gather_object)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A batch that is rolled out while the one before it is trained on."""
-
-    tasks: list[Task]
-    progress: RolloutProgress
-    rollout: Background[list[Trajectory]]
+        staleness = staleness_metrics(own, gather_object) if self.is_streamed else {}
+        return self.metrics | reduced(ratios, accelerator) | tool_metrics(own, gather_object) | staleness
 
 
 @dataclass(kw_only=True)
@@ -89,8 +81,11 @@ class BatchCollector:
             Seed of the run.
         temperature (`float`):
             Temperature of sampling.
-        max_concurrent (`int`, *optional*):
+        max_concurrent (`int`):
             Trajectories under way at a time.
+        max_staleness (`int`):
+            Updates between the beginning of a group and its use, at most. With 1, the next batch is rolled out while one is trained
+            on; with more, slow groups are passed over until they are that old.
         max_refills (`int`):
             How many times groups that teach nothing are replaced.
         is_solved (`Callable[[Trajectory], bool]`, *optional*):
@@ -110,14 +105,23 @@ class BatchCollector:
     schema_mask: SchemaMask | None
     seed: int
     temperature: float
-    max_concurrent: int | None
+    max_concurrent: int
+    max_staleness: int
     max_refills: int
     is_solved: Callable[[Trajectory], bool] | None
     masks_cuts: bool
     shows_progress: bool
     num_rollouts: int = 0
-    _ahead: _Ahead | None = None
+    _room: anyio.Semaphore = field(init=False)
+    _stream: RolloutStream = field(init=False)
+    _announced: list[Task] = field(init=False, default_factory=list[Task])  # the next batch, which was begun
+    _resumed: list[Row] = field(init=False, default_factory=list[Row])
+    _left: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
     _has_told_unfit: bool = False
+
+    def __post_init__(self) -> None:
+        self._room = anyio.Semaphore(self.max_concurrent)
+        self._stream = RolloutStream(self.engine, self.accelerator.device, self.max_staleness)
 
     def collect(
         self,
@@ -150,9 +154,11 @@ class BatchCollector:
             dataset ([`~datasets.Dataset`], *optional*):
                 Where other tasks come from.
             next_rows (`Sequence[dict[str, Any]]`, *optional*):
-                Rows of the next batch, to be rolled out meanwhile.
+                Rows of the next batch, to be rolled out meanwhile. With `max_staleness` above 1, groups of both may be taken.
         """
         self.engine.check_open()
+        if is_training:
+            rows = self._resumed_in_place_of(rows, step, group_size)
         tasks = [task_from_row(row) for row in rows]
         self.engine.catalog.check(*tasks)  # those of a stream have not been seen before
         rank = self.accelerator.process_index
@@ -160,7 +166,10 @@ class BatchCollector:
         batch = Batch(list(rows), tasks, [], RolloutProgress())
         # An engine that sleeps while the policy trains stays awake between the rollouts of one batch.
         with self._awake(tasks) if self.sampler.sleeps else nullcontext():
-            self._begin(batch, step, is_training)
+            if is_training and self.max_staleness:
+                self._take(batch, next_rows, step, group_size)
+            else:
+                batch.trajectories = self.attempt(batch.tasks, step=step, progress=batch.progress)
             if self.is_solved is not None and is_training:
                 self._replay(batch, group_size, step, self.is_solved)
             if self.max_refills and is_training:
@@ -177,8 +186,6 @@ class BatchCollector:
                     replace=lambda groups: self._replace(batch, groups, step, dataset),
                 )
                 batch.metrics |= {"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]}
-            if next_rows:
-                self._ahead = self._begin_ahead([task_from_row(row) for row in next_rows], step)
         if self.masks_cuts:
             batch.trajectories = [replace(t, left_out=t.is_cut) for t in batch.trajectories]
         if self.schema_mask is not None:
@@ -196,13 +203,11 @@ class BatchCollector:
         progress: RolloutProgress | None = None,
     ) -> list[Trajectory]:
         """Attempt each task once, with the policy as it is now."""
-        if self._ahead is not None:
-            self._ahead.rollout.wait()  # it goes on with the weights it began with
         progress = progress or RolloutProgress()
         bar = progress_bar(progress, total=progress.num_trajectories + len(tasks), disable=not self.shows_progress)
-        rollout = self._rollout(tasks, progress, step, temperature)
+        how = self._how(progress, step, temperature)
         with self._awake(tasks) as generator, bar:
-            return rollout(generator=generator)
+            return self.engine.roll_out(tasks, generator=generator, **how)
 
     @contextmanager
     def converse(
@@ -236,42 +241,75 @@ class BatchCollector:
 
             yield say
 
-    def drop_ahead(self) -> None:
-        """End what was begun for the next batch and is of no use."""
-        ahead, deadline = self._ahead, time.monotonic() + DROP_TIME
-        while ahead is not None and not ahead.rollout.is_done and time.monotonic() < deadline:
-            self.engine.cancel()
-            ahead.rollout.wait(timeout=0.2)
-        self._ahead = None
+    def under_way(self, step: int) -> list[str]:
+        """Return the tasks of the groups that were under way when a step began, and are trained on in no earlier one."""
+        return self._left.get(step, [])
+
+    def resume(self, rows: Sequence[Row]) -> None:
+        """Attempt these rows, which were under way, in place of those of the next batch."""
+        self._resumed = list(rows)
+
+    def drop_stream(self) -> None:
+        """End what was begun for later batches and is of no use."""
+        self._stream.drop()
+        self._announced, self._resumed = [], []
+        self._left.clear()
 
     def close(self) -> None:
         """End every server, what is still rolled out, and vLLM in process. Safe to call more than once."""
         try:
-            self.drop_ahead()
+            self.drop_stream()
             self.sampler.close()
         finally:
             self.engine.close()
 
-    def _begin(self, batch: Batch, step: int, is_training: bool) -> None:
-        """Attempt the tasks of a batch, or wait for the attempts that were begun before."""
-        ahead = self._ahead if is_training else None
-        if ahead is not None and ahead.tasks == batch.tasks:
-            start, batch.progress = time.monotonic(), ahead.progress
-            batch.trajectories = ahead.rollout.result()
-            self._ahead = None
-            batch.metrics["rollout/wait_seconds"] = time.monotonic() - start
-            return
-        if ahead is not None:
-            self.drop_ahead()
-        batch.trajectories = self.attempt(batch.tasks, step=step, progress=batch.progress)
+    def _resumed_in_place_of(self, rows: Sequence[Row], step: int, size: int) -> Sequence[Row]:
+        """Return what was under way when a run was stopped, in the first batch of one that goes on; else the rows themselves."""
+        resumed, self._resumed = self._resumed, []
+        if len(resumed) != len(rows):  # also if batches have another size now
+            return rows
+        self._left[step] = [str(row["task_id"]) for row in resumed[::size]]
+        return resumed
 
-    def _begin_ahead(self, tasks: list[Task], step: int) -> _Ahead:
+    def _take(self, batch: Batch, next_rows: Sequence[Row], step: int, size: int) -> None:
+        """Begin the next batch, and make this one of groups that have ended."""
+        size = size if self.max_staleness > 1 else len(batch.rows)  # with 1, a batch is what was begun for it
+        if batch.tasks != self._announced:  # the first one, and one that nobody told of
+            self._stream.drop()
+            self._begin(batch.rows, batch.tasks, step, size)
+        start = time.monotonic()
+        if self.max_staleness == 1:
+            self._stream.wait()
+        waited = time.monotonic() - start
+        self._announced = [task_from_row(row) for row in next_rows]
+        if next_rows:
+            self._begin(next_rows, self._announced, step, size)
+        start = time.monotonic()
+        groups = self._stream.take(len(batch.rows) // size, step)
+        batch.metrics["rollout/wait_seconds"] = waited + time.monotonic() - start
+        batch.rows = [row for group in groups for row in group.rows]
+        batch.tasks = [task for group in groups for task in group.tasks]
+        batch.trajectories = [
+            replace(trajectory, staleness=step - group.begun)
+            for group in groups
+            for trajectory in group.trajectories.result()
+        ]
+        batch.progress = RolloutProgress.of(group.progress for group in groups)
+        batch.is_streamed = True
+        if self.max_staleness > 1:
+            left = [group.tasks[0].task_id for group in self._stream.groups]
+            self._left = {step: self.under_way(step), step + 1: left}
+
+    def _begin(self, rows: Sequence[Row], tasks: Sequence[Task], step: int, size: int) -> None:
+        """Begin groups, those first that will take most turns."""
         self.engine.catalog.check(*tasks)
-        progress = RolloutProgress()
-        rollout = self._rollout(tasks, progress, step)
+        starts = range(0, len(rows), size)
         with self._awake(tasks) as generator:
-            background = Background(partial(rollout, generator=generator), self.accelerator.device)
-            return _Ahead(tasks, progress, background)
+            for index in self.engine.turns.longest_first([tasks[start] for start in starts]):
+                own, progress = slice(starts[index], starts[index] + size), RolloutProgress()
+                how = self._how(progress, step)
+                attempts = partial(self.engine.attempt_all, tasks[own], generator=generator, **how)
+                self._stream.begin(rows[own], tasks[own], attempts, step=step, generator=generator, progress=progress)
 
     def _replay(self, batch: Batch, size: int, step: int, is_solved: Callable[[Trajectory], bool]) -> None:
         """Put a task's scripted solution in the place of the last attempt of each group in which none succeeded."""
@@ -281,11 +319,12 @@ class BatchCollector:
         slots = [place - rank * num_own for place in lost if rank * num_own <= place < (rank + 1) * num_own]
         slots = [slot for slot in slots if batch.tasks[slot].metadata.get(COLUMN)]
         tasks = [batch.tasks[slot] for slot in slots]
-        rollout = self._rollout(tasks, RolloutProgress(), step)
+        how = self._how(RolloutProgress(), step)
         turns = [scripted_turns(task, self.renderer) for task in tasks]
-        seeds = [derived_seed(rollout.keywords["seed"], index) for index in range(len(tasks))]
+        seeds = [derived_seed(how["seed"], index) for index in range(len(tasks))]
         generator = ScriptedGenerator(dict(zip(seeds, turns, strict=True)))
-        found = rollout(generator=generator, finish=self._scripted) if tasks else []
+        how["finish"] = self._scripted
+        found = self.engine.roll_out(tasks, generator=generator, **how) if tasks else []
         unfit = Counter[str]()
         for slot, trajectory in zip(slots, found, strict=True):
             if problem := why_unfit(trajectory, is_solved):
@@ -329,25 +368,23 @@ class BatchCollector:
         for slot, trajectory in zip(groups, attempts, strict=True):
             batch.trajectories[slot] = trajectory
 
-    def _rollout(
-        self, tasks: Sequence[Task], progress: RolloutProgress, step: int, temperature: float | None = None
-    ) -> partial[list[Trajectory]]:
-        """Return a rollout that only lacks its generator."""
+    def _how(self, progress: RolloutProgress, step: int, temperature: float | None = None) -> dict[str, Any]:
+        """Return how tasks are attempted, as [`RolloutEngine.attempt_all`] takes it, with a seed of its own."""
         self.num_rollouts += 1
-        return partial(
-            self.engine.roll_out,
-            tasks,
-            renderer=self.renderer,
-            limits=self.limits,
-            temperature=self.temperature if temperature is None else temperature,
-            seed=derived_seed(self.seed, self.accelerator.process_index, step, self.num_rollouts),
-            grammars=self.grammars,
-            max_concurrent=self.max_concurrent,
-            finish=self.schema_mask and self.schema_mask.mark,
-            progress=progress,
-        )
+        return {
+            "renderer": self.renderer,
+            "limits": self.limits,
+            "temperature": self.temperature if temperature is None else temperature,
+            "seed": derived_seed(self.seed, self.accelerator.process_index, step, self.num_rollouts),
+            "grammars": self.grammars,
+            "room": self._room,
+            "finish": self.schema_mask and self.schema_mask.mark,
+            "progress": progress,
+        }
 
     def _awake(self, tasks: Sequence[Task]) -> AbstractContextManager[Any]:
+        if self.max_staleness == 1 and self.sampler.is_behind:
+            self._stream.wait()  # what is under way ends with the weights it began with
         return self.sampler.awake(partial(self.engine.prompt_ids, tasks, self.renderer))
 
 

@@ -4,11 +4,11 @@ import gc
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,10 +110,6 @@ class RolloutEngine:
         """Return the tokens of the opening prompts of tasks."""
         return [renderer.prompt_ids(task.prompt, self.schemas_for(task)) for task in tasks]
 
-    def cancel(self) -> None:
-        """End every rollout that is under way, on whatever thread it is waited for."""
-        _cancel(self._rollouts)
-
     def close(self) -> None:
         """End every server. Safe to call more than once."""
         self._finalizer()
@@ -173,7 +169,24 @@ class RolloutEngine:
         """Call a tool, as a trajectory of its own."""
         return self._portal.call(self._pool.call, call)
 
-    def roll_out(
+    def roll_out(self, tasks: Sequence[Task], *, generator: Generator, **how: Any) -> list[Trajectory]:
+        """
+        Attempt many tasks at the same time, and sample on this thread meanwhile.
+
+        Args:
+            tasks (`Sequence[Task]`):
+                What to attempt; a task that stands there several times is attempted as often.
+            generator (`Generator`):
+                The policy.
+            how:
+                Everything else that [`attempt_all`] takes.
+
+        Returns:
+            `list[Trajectory]`: One per task, in their order.
+        """
+        return self.ask(generator, partial(self.attempt_all, tasks, generator=generator, **how))
+
+    async def attempt_all(
         self,
         tasks: Sequence[Task],
         *,
@@ -183,13 +196,13 @@ class RolloutEngine:
         temperature: float = 1.0,
         seed: int = 0,
         grammars: TurnGrammars | None = None,
-        max_concurrent: int | None = None,
+        room: anyio.Semaphore | None = None,
         finish: Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory] | None = None,
         progress: RolloutProgress | None = None,
     ) -> list[Trajectory]:
         """
-        Attempt many tasks at the same time. Where not all of them may be under way at once, those that took most turns
-        before start first. What is sampled does not depend on that.
+        Attempt many tasks at the same time, on the engine's thread; some other thread must serve the generator. Where not all of
+        them may be under way at once, those that took most turns before start first. What is sampled does not depend on that.
 
         Args:
             tasks (`Sequence[Task]`):
@@ -206,8 +219,9 @@ class RolloutEngine:
                 Seed of all of them; each gets its own.
             grammars (`TurnGrammars`, *optional*):
                 Confine every turn to the grammar of its tools. `None` samples freely.
-            max_concurrent (`int`, *optional*):
-                How many may be under way at a time; the others wait in a queue. If not given, all at once.
+            room (`anyio.Semaphore`, *optional*):
+                Has a place for each trajectory that may be under way at a time, of all rollouts that are given it; the others wait
+                in a queue. If not given, all at once.
             finish (`Callable[[Trajectory, Sequence[Mapping[str, Any]]], Trajectory]`, *optional*):
                 Called on the engine's thread as each trajectory ends, while others are still under way: gets it and the
                 schemas of its tools, and returns what is to stand in its place.
@@ -219,43 +233,36 @@ class RolloutEngine:
         """
         progress = progress or RolloutProgress()
         trajectories: list[Trajectory | None] = [None] * len(tasks)
-        queue = deque(self.turns.longest_first(tasks))
         start = time.monotonic()
 
         async def attempt(index: int) -> None:
-            queue_seconds = time.monotonic() - start
-            trajectory = await roll_out(
-                tasks[index],
-                pool=self._pool,
-                renderer=renderer,
-                generator=generator,
-                limits=limits,
-                temperature=temperature,
-                seed=derived_seed(seed, index),
-                grammars=grammars,
-                progress=progress,
-            )
-            trajectory = replace(trajectory, queue_seconds=queue_seconds)
-            if finish is not None:
-                trajectory = finish(trajectory, self.all_schemas_for(trajectory.task))
+            async with room or nullcontext():
+                queue_seconds = time.monotonic() - start
+                trajectory = await roll_out(
+                    tasks[index],
+                    pool=self._pool,
+                    renderer=renderer,
+                    generator=generator,
+                    limits=limits,
+                    temperature=temperature,
+                    seed=derived_seed(seed, index),
+                    grammars=grammars,
+                    progress=progress,
+                )
+                trajectory = replace(trajectory, queue_seconds=queue_seconds)
+                if finish is not None:
+                    trajectory = finish(trajectory, self.all_schemas_for(trajectory.task))
             trajectories[index] = trajectory
             self.turns.add(trajectory)
             progress.num_done += 1
 
-        async def work() -> None:
-            while queue:
-                await attempt(queue.popleft())
-
-        async def attempt_all() -> None:
+        with progress.rolling_out(len(tasks)):
             try:
                 async with anyio.create_task_group() as group:
-                    for _ in range(min(max_concurrent or len(tasks), len(tasks))):
-                        group.start_soon(work)
+                    for index in self.turns.longest_first(tasks):
+                        group.start_soon(attempt, index)
             except ExceptionGroup as error:
                 raise error.exceptions[0] from error
-
-        with progress.rolling_out(len(tasks)), _watching_only_new_objects():
-            self.ask(generator, attempt_all)
         return [trajectory for trajectory in trajectories if trajectory is not None]
 
     def lease(self, task: Task) -> AbstractContextManager[Lease]:
@@ -264,15 +271,25 @@ class RolloutEngine:
 
     def ask(self, generator: Generator, question: Callable[[], Awaitable[T]]) -> T:
         """Wait for something that needs a generator, which is served on this thread meanwhile; return its result."""
-        future = self._portal.start_task_soon(question, name="rollout")
-        self._rollouts.add(future)
+        future = self.start(question)
         try:
-            generator.serve(until=future)
+            self.serve(generator, until=future)
             return future.result()
         finally:
             # After Ctrl-C or an error in the generator the trajectories are still waiting for it.
             future.cancel()
-            self._rollouts.discard(future)
+
+    def start(self, question: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Start something on the engine's thread that needs a generator, which some other thread serves."""
+        future = self._portal.start_task_soon(question, name="rollout")
+        self._rollouts.add(future)
+        future.add_done_callback(self._rollouts.discard)
+        return future
+
+    def serve(self, generator: Generator, until: Future[Any]) -> None:
+        """Sample on this thread for what was started."""
+        with _watching_only_new_objects():
+            generator.serve(until=until)
 
 
 def room_problem(length: int, limits: Limits) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from tqdm.auto import tqdm
@@ -24,6 +24,7 @@ class RolloutProgress:
         self.num_calls = 0  # tool calls in flight
         self._seconds = 0.0
         self._start: float | None = None
+        self._span = (float("inf"), float("-inf"))  # when it first began and last ended
 
     @contextmanager
     def rolling_out(self, num_trajectories: int) -> Generator[None]:
@@ -33,7 +34,21 @@ class RolloutProgress:
         try:
             yield
         finally:
+            self._span = min(self._span[0], self._start), time.monotonic()
             self._seconds, self._start = self.seconds, None
+
+    @classmethod
+    def of(cls, parts: "Iterable[RolloutProgress]") -> "RolloutProgress":
+        """Add up rollouts that have ended, and were under way at the same time."""
+        whole, parts = cls(), list(parts)
+        for part in parts:
+            whole.num_trajectories += part.num_trajectories
+            whole.num_done += part.num_done
+            whole.num_turns += part.num_turns
+            whole.num_tokens += part.num_tokens
+        if parts:
+            whole._seconds = max(part._span[1] for part in parts) - min(part._span[0] for part in parts)
+        return whole
 
     @contextmanager
     def calling(self, num_calls: int) -> Generator[None]:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from mcp_grpo.errors import SamplerError
+from mcp_grpo.sampling.gate import GatedGenerator
 from mcp_grpo.sampling.generator import Generator as TurnGenerator
 from mcp_grpo.sampling.threads import choose_threads
 from mcp_grpo.sampling.transformers_generator import TransformersGenerator
@@ -40,6 +41,11 @@ class Sampler(Protocol):
 
     max_context: int | None
     sleeps: bool
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether it samples from the policy as it was before, until it is woken the next time."""
+        ...
 
     def awake(self, prompts: Prompts) -> AbstractContextManager[TurnGenerator]:
         """Sample from the policy as it is now while active; `prompts` are some of what it will be asked to continue."""
@@ -74,6 +80,11 @@ class TransformersSampler:
         if trainer.accelerator.device.type == "cpu":
             choose_threads(trainer.model.num_parameters())
 
+    @property
+    def is_behind(self) -> bool:
+        """Always false: there is only one model."""
+        return False
+
     @contextmanager
     def awake(self, prompts: Prompts) -> Generator[TurnGenerator]:
         """See [`Sampler.awake`]."""
@@ -103,7 +114,8 @@ class TransformersSampler:
 @dataclass(kw_only=True)
 class VLLMSampler:
     """
-    Samples with vLLM, after sending it the weights if they have changed.
+    Samples with vLLM, after sending it the weights if they have changed. They are sent between turns: what is under way goes on
+    with them, and each of its turns is sampled by one version of the policy.
 
     Args:
         backend ([`VLLMBackend`]):
@@ -141,6 +153,7 @@ class VLLMSampler:
     phase: Callable[[str], AbstractContextManager[Any]]
     max_context: int | None = field(init=False)
     _generator: Any = field(init=False)
+    _gate: GatedGenerator | None = field(init=False)
     _probe: WeightProbe = field(init=False, default_factory=WeightProbe)
     _held: list[list[int]] = field(init=False, default_factory=list)
     _depth: int = field(init=False, default=0)
@@ -149,6 +162,12 @@ class VLLMSampler:
     def __post_init__(self) -> None:
         self.max_context = self.backend.max_context - self.num_reserved
         self._generator = self.backend.make_generator(self.end_of_turn_ids)
+        self._gate = GatedGenerator(self._generator)
+
+    @property
+    def is_behind(self) -> bool:
+        """See [`Sampler.is_behind`]."""
+        return self.step() != self._loaded_step
 
     @contextmanager
     def awake(self, prompts: Prompts) -> Generator[TurnGenerator]:
@@ -158,7 +177,8 @@ class VLLMSampler:
             if self._depth == 1:
                 with self.phase("sync"):
                     self._prepare(prompts)
-            yield self._generator
+            assert self._gate, "the sampler was closed"
+            yield self._gate
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -170,23 +190,27 @@ class VLLMSampler:
 
     def close(self) -> None:
         """Close connections, remove files, and give memory back."""
-        self._generator = None  # it holds the engine
+        self._generator = self._gate = None  # they hold the engine
         self.backend.close()
 
     def _prepare(self, prompts: Prompts) -> None:
-        is_new = self.step() != self._loaded_step
+        is_new = self.is_behind
         if not is_new and not self.backend.is_asleep:
             return
-        start = time.perf_counter()
-        self.backend.sync_weights()
-        self._loaded_step = self.step()
-        self.backend.wake_up()
-        seconds = time.perf_counter() - start
+        assert self._gate, "the sampler was closed"
+        with self._gate.between_turns():
+            start = time.perf_counter()
+            with self._generator.alone():
+                self.backend.sync_weights()
+                self._loaded_step = self.step()
+                self.backend.wake_up()
+            seconds = time.perf_counter() - start
+            mismatch = self._probed(prompts) if is_new else 0.0
         if is_new:
             metrics = {
                 "sampler/sync_seconds": seconds,
                 "sampler/sync_megabytes": self.backend.bytes_sent / 1e6,
-                "sampler/weight_mismatch": self._probed(prompts),
+                "sampler/weight_mismatch": mismatch,
             }
             if self.backend.rounded_away is not None:
                 metrics["sampler/rounded_away"] = self.backend.rounded_away

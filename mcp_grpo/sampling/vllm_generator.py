@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import queue
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +32,9 @@ class VLLMGenerator:
     Generator over a vLLM engine in this process.
 
     `generate` may be awaited from any event loop. The engine runs in `serve`, on the thread that calls it: before each of its
-    steps new requests are added and abandoned ones aborted, so that no trajectory waits for another. Prompts and completions
-    are token ids; no tokenizer is involved.
+    steps new requests are added and abandoned ones aborted, so that no trajectory waits for another. Of several threads that
+    serve, one runs the engine for all, and the next takes over when it leaves. Prompts and completions are token ids; no
+    tokenizer is involved.
 
     Args:
         engine (`vllm.LLMEngine`):
@@ -52,6 +54,9 @@ class VLLMGenerator:
         self._inbox: queue.SimpleQueue[_Request | str | None] = queue.SimpleQueue()  # a name is of a request to abort
         self._under_way: dict[str, _Request] = {}
         self._numbers = itertools.count()
+        self._change = threading.Condition()
+        self._is_run = False  # by some thread
+        self._is_wanted = False  # by a thread that must have the engine for itself
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """See [`Generator.generate`]."""
@@ -97,21 +102,66 @@ class VLLMGenerator:
         return output
 
     def serve(self, until: Future[Any]) -> None:
-        """See [`Generator.serve`]."""
-        until.add_done_callback(lambda _: self._inbox.put(None))
+        """See [`Generator.serve`]. Any number of threads may serve."""
+        until.add_done_callback(self._tell)
+        while self._has_turn(until):
+            try:
+                self._run(until)
+            finally:
+                self._leave()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep all other threads from running the engine, which has nothing under way if nobody waits for a turn."""
+        with self._change:
+            self._is_wanted = True
+            self._inbox.put(None)
+            try:
+                self._change.wait_for(lambda: not self._is_run)
+                self._is_run = True
+            finally:
+                self._is_wanted = False
         try:
-            while not until.done():
+            self._take(is_idle=False)  # so that the engine drops what was given up
+            yield
+        finally:
+            self._leave()
+
+    def _has_turn(self, until: Future[Any]) -> bool:
+        """Wait until no other thread runs the engine; return whether this one still has to."""
+        with self._change:
+            self._change.wait_for(lambda: until.done() or not (self._is_run or self._is_wanted))
+            if until.done():
+                return False
+            self._is_run = True
+            return True
+
+    def _leave(self) -> None:
+        with self._change:
+            self._is_run = False
+            self._change.notify_all()
+
+    def _tell(self, _: Future[Any]) -> None:
+        """Make threads look whether what they wait for is done."""
+        self._inbox.put(None)
+        with self._change:
+            self._change.notify_all()
+
+    def _run(self, until: Future[Any]) -> None:
+        try:
+            while not until.done() and not self._is_wanted:
                 self._take(is_idle=not self._under_way)
                 if self._under_way:
                     self._step()
+            self._take(is_idle=False)  # what was given up with it
         except BaseException as error:
             self._fail(error)
-            if isinstance(error, Exception):
-                raise _explained(error) from error
-            raise
-        finally:
-            # After Ctrl-C or an error, abort what nobody waits for.
-            self._drop(list(self._under_way))
+            try:
+                if isinstance(error, Exception):
+                    raise _explained(error) from error
+                raise
+            finally:
+                self._drop(list(self._under_way))
 
     def _take(self, is_idle: bool) -> None:
         """Add and abort requests of the engine; wait for one if it is idle."""

@@ -1,9 +1,11 @@
 """Sample on vLLM servers: send token ids, get token ids and log-probabilities back."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,7 @@ _CONNECT_TIMEOUT = 10.0
 _MAX_CONNECTIONS = 512  # of a process to a server
 _BUSY = (429, 502, 503, 504)  # a server or proxy that did not take the request
 _MAX_BUSY = 6  # times in a row, with growing pauses of 15 seconds in all
+_MAX_KNOWN = 8192  # trajectories whose server is remembered
 
 # Sample the policy as it is, whatever the defaults of the server.
 _PLAIN = {
@@ -41,8 +44,8 @@ class _ServerLost(Exception):
 class _Server:
     url: str
     num_under_way: int = 0
+    num_trajectories: int = 0  # of those that are remembered
     lost: str | None = None  # the reason, if it is
-    members: set[int] = field(default_factory=set)  # trajectories whose prefix it holds
 
 
 class VLLMServerGenerator:
@@ -66,6 +69,7 @@ class VLLMServerGenerator:
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         self._model = model
         self._end_of_turn_ids = sorted(end_of_turn_ids)
+        self._homes: OrderedDict[int, _Server] = OrderedDict()  # who holds the prefix of a trajectory
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -127,11 +131,11 @@ class VLLMServerGenerator:
 
     def serve(self, until: Future[Any]) -> None:
         """See [`Generator.serve`]. The servers do the sampling; this only waits."""
-        try:
-            wait([until])
-        finally:
-            for server in self._servers:
-                server.members.clear()
+        wait([until])
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Do nothing: no thread runs an engine here."""
+        return nullcontext()
 
     def close(self) -> None:
         """Close the connections. Safe to call more than once."""
@@ -166,13 +170,17 @@ class VLLMServerGenerator:
         return left
 
     def _server_of(self, trajectory: int) -> _Server:
-        left = self._left()
-        for server in left:
-            if trajectory in server.members:
-                return server
-        server = min(left, key=lambda server: (len(server.members), server.num_under_way))
-        server.members.add(trajectory)
-        return server
+        left, home = self._left(), self._homes.pop(trajectory, None)
+        if home is not None:
+            home.num_trajectories -= 1
+        if home is None or home.lost is not None:
+            home = min(left, key=lambda server: (server.num_trajectories, server.num_under_way))
+        home.num_trajectories += 1
+        self._homes[trajectory] = home  # as the newest
+        if len(self._homes) > _MAX_KNOWN:
+            _, oldest = self._homes.popitem(last=False)
+            oldest.num_trajectories -= 1
+        return home
 
     async def _watched(self, server: _Server, body: dict[str, Any]) -> dict[str, Any]:
         """Wait for an answer while the server passes its health checks."""

@@ -133,7 +133,7 @@ def test_what_vllm_held_is_free_once_the_trainer_is_closed(tmp_path: Path, wide_
     [
         (False, {"weight_sync": "merge", "vllm_enable_sleep_mode": True}),
         (False, {"weight_sync": "adapter", "vllm_enable_sleep_mode": True}),
-        (False, {"weight_sync": "merge", "rollout_ahead": 1}),
+        (False, {"weight_sync": "merge", "max_staleness": 1}),
         (True, {"weight_sync": "auto"}),
     ],
     ids=["merge, asleep", "adapter, asleep", "merge, ahead", "four bits"],

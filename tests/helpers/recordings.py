@@ -61,6 +61,7 @@ def attempt(
         "is_learnt_from": True,
         "seconds": 1.0 + row,
         "queue_seconds": 0.0,
+        "staleness": 0,
         "generation_seconds": [0.5, 0.25],
         "tool_seconds": [0.25, 0.0],
         "rewards": list(({"exact": 1.0} if rewards is None else rewards).items()),

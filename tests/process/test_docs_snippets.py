@@ -61,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_tiny_model(folder / "model")
     for name, text in FILES.items():
         text = text.replace("Qwen/Qwen3-0.6B", model).replace("max_steps=100", "max_steps=1")
+        text = re.sub(r"\s*max_completion_length=\d+,", "", text)
         (folder / name).write_text(re.sub(r'(output_dir="outputs/\w+"),?\s*', rf"\1{SMALL}", text))
     return folder
 

@@ -26,7 +26,7 @@ OTHERS: dict[str, Any] = {
     "max_turn_tokens": 5,
     "old_results": "drop",
     "max_concurrent_trajectories": 5,
-    "rollout_ahead": 1,
+    "max_staleness": 1,
     "weight_sync": "merge",
     "vllm_engine_kwargs": {"enforce_eager": True},
     "vllm_server_urls": ["http://localhost:8000"],
@@ -139,7 +139,7 @@ def test_a_range_means_what_it_says(limits: str, inside: list[float], outside: l
         ("trajectory_timeout", 0.0, "a number > 0, got 0.0"),
         ("max_concurrent_trajectories", 0, "an integer > 0 or `None`"),
         ("max_failed_fraction", 1.5, "a number in [0, 1], got 1.5"),
-        ("rollout_ahead", 2, "one of `0`, `1`, got 2"),
+        ("max_staleness", -1, "an integer >= 0"),
         ("weight_sync", "fast", "one of `'auto'`, `'merge'`, `'adapter'`, got 'fast'"),
         ("vllm_server_urls", "http://a", "a list of strings or `None`, got 'http://a'"),
         ("cassette_mode", "rewind", "`'replay'`"),
@@ -237,9 +237,28 @@ def test_what_does_nothing_without_vllm_is_refused_there(name: str) -> None:
         check_arguments(config(**{name: OTHERS[name]}), None, {})
 
 
+def test_groups_can_only_be_passed_over_where_a_process_has_whole_ones() -> None:
+    args = config(use_vllm=True, vllm_mode="server", max_staleness=2, per_device_train_batch_size=8)
+    check_arguments(args, None, {})
+    args.per_device_train_batch_size = 4  # as where two processes share a group
+    with pytest.raises(
+        SettingsError, match=r"needs whole groups on each process, but a batch has 4 trajectories there"
+    ):
+        check_arguments(args, None, {})
+    args.max_staleness = 1
+    check_arguments(args, None, {})
+
+
+def test_groups_can_only_be_passed_over_where_tasks_can_be_looked_up() -> None:
+    args = config(use_vllm=True, vllm_mode="server", max_staleness=2)
+    stream = Dataset.from_list([{"task_id": str(i), "prompt": "2+3?"} for i in range(8)]).to_iterable_dataset()
+    with pytest.raises(SettingsError, match="the dataset must be a `Dataset`, not a stream"):
+        check_arguments(args, stream, {})
+
+
 def test_all_that_does_not_go_with_servers_is_said_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
-        check_arguments(config(top_p=0.5, rollout_ahead=1, temperature=0.0), Dataset.from_list([]), {"tools": [print]})
+        check_arguments(config(top_p=0.5, max_staleness=1, temperature=0.0), Dataset.from_list([]), {"tools": [print]})
     assert len(str(caught.value).splitlines()) == 5
 
 
@@ -341,6 +360,9 @@ def test_a_result_may_take_half_of_the_completion_unless_it_is_said_how_much(
 def test_a_whole_batch_is_under_way_unless_it_is_said_how_many() -> None:
     assert max_concurrent(config(per_device_train_batch_size=4, gradient_accumulation_steps=2)) == 8
     assert max_concurrent(config(max_concurrent_trajectories=3)) == 3
+    ahead = {"use_vllm": True, "max_staleness": 3}
+    assert max_concurrent(config(per_device_train_batch_size=4, gradient_accumulation_steps=2, **ahead)) == 16
+    assert max_concurrent(config(max_concurrent_trajectories=3, **ahead)) == 3
 
 
 @pytest.mark.parametrize(("beta", "target", "is_made"), [(0.1, 0.4, True), (0.0, 0.4, False), (0.1, None, False)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
@@ -377,3 +378,45 @@ def test_constrained_turns_follow_their_grammar_and_tell_what_it_cut_away(
         assert torch.allclose(constrained + allowed, free, atol=1e-4)
         assert (allowed < -1).any()
     assert calls == len(sampled)
+
+
+def test_of_several_threads_that_serve_one_runs_the_engine_and_the_next_takes_over(
+    portal: BlockingPortal, endless: VLLMGenerator, engine: Any
+) -> None:
+    until_told: Future[None] = Future()
+    other = threading.Thread(target=endless.serve, args=[until_told])
+    other.start()
+    short, long = ([1, 2, 3], Sampling(max_tokens=5)), ([4, 5, 6], Sampling(max_tokens=600))
+    (first,) = generate(portal, endless, [short])  # the other thread runs the engine for this one
+    asked = portal.start_task_soon(endless.generate, *long)
+    portal.call(until, lambda: len(endless._under_way) == 1)
+    until_told.set_result(None)
+    endless.serve(until=asked)  # it has left, in the midst of the turn
+    other.join(timeout=20)
+    assert not other.is_alive()
+    assert len(first.token_ids) == 5
+    assert len(asked.result().token_ids) == 600
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_thread_that_has_the_engine_for_itself_finds_nothing_under_way_and_is_followed_by_who_served(
+    portal: BlockingPortal, endless: VLLMGenerator, engine: Any
+) -> None:
+    until_told: Future[None] = Future()
+    other = threading.Thread(target=endless.serve, args=[until_told])
+    other.start()
+    gone = portal.start_task_soon(endless.generate, [1, 2, 3], Sampling(max_tokens=900))
+    portal.call(until, lambda: len(endless._under_way) == 1)
+    gone.cancel()
+    portal.call(until, lambda: not endless._inbox.empty() or not endless._under_way)
+    with endless.alone():
+        assert not engine.has_unfinished_requests()
+        assert engine.reset_prefix_cache()
+        waiting = portal.start_task_soon(endless.generate, [1, 2, 3], Sampling(max_tokens=3))
+        portal.call(anyio.sleep, 0.2)
+        assert not engine.has_unfinished_requests()
+        assert not waiting.done()
+    assert len(waiting.result(timeout=60).token_ids) == 3
+    until_told.set_result(None)
+    other.join(timeout=20)
+    assert not other.is_alive()

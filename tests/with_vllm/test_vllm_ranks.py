@@ -28,3 +28,26 @@ def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
     history = [entry for entry in first["history"] if "reward" in entry]
     assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)
     assert all(entry["align/logp_mae"] < 1e-4 for entry in history)
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+def test_each_process_passes_its_own_slow_groups_over_and_all_train_one_policy(
+    tmp_path: Path, wide_adding_model: str
+) -> None:
+    changes = {
+        "use_vllm": True,
+        "vllm_max_model_length": 2048,
+        "vllm_engine_kwargs": ENGINE,
+        "max_staleness": 3,
+        "num_generations": 4,
+        "max_steps": 4,
+    }
+    finished = launch("train_ranks.py", wide_adding_model, tmp_path, json.dumps({"run": changes}))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert len(history) == 4
+    assert history[1]["rollout/staleness"] > 0
+    assert all(entry["rollout/staleness_max"] <= 3 for entry in history)

@@ -73,7 +73,7 @@ def test_what_is_used_already_is_not_advised() -> None:
         max_completion_length=2048,
         weight_sync="adapter",
         max_concurrent_trajectories=None,
-        rollout_ahead=0,
+        max_staleness=0,
         beta=0.0,
         optim="paged_adamw_8bit",
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,11 @@ def rolled_out(
     max_concurrent: int | None = None,
 ) -> list[Trajectory]:
     return engine.roll_out(
-        attempts, renderer=RENDERER, generator=told or Told(), limits=limits, max_concurrent=max_concurrent
+        attempts,
+        renderer=RENDERER,
+        generator=told or Told(),
+        limits=limits,
+        room=None if max_concurrent is None else anyio.Semaphore(max_concurrent),
     )
 
 
@@ -180,6 +185,17 @@ def test_no_more_trajectories_are_under_way_than_allowed_and_waiting_is_counted(
     assert waited == sorted(waited)
     assert waited[-1] > few[0].seconds
     assert trajectory_metrics(few)["rollout/queue_seconds"].total == pytest.approx(sum(waited))
+
+
+def test_rollouts_at_the_same_time_share_the_places_they_are_given() -> None:
+    told, room = Told(), anyio.Semaphore(3)
+    how: dict[str, Any] = {"renderer": RENDERER, "generator": told, "limits": LIMITS, "room": room}
+    with opened() as engine:
+        beside = engine.start(partial(engine.attempt_all, tasks(*["add 2"] * 6), **how))
+        done = engine.roll_out(tasks(*["add 1"] * 6), **how)
+        done += beside.result(timeout=60)
+    assert told.most_under_way == 3
+    assert stops(done) == [StopReason.ANSWERED] * 12
 
 
 @pytest.mark.parametrize("kind", ["wait", full("muse")], ids=["in a tool call", "while it is sampled"])

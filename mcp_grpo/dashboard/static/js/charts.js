@@ -57,6 +57,7 @@ export const GROUPS = [
       { title: "Seconds by phase", keys: ["profile/*_seconds", "rollout/seconds", "step_time", "sampler/sync_seconds", "rollout/wait_seconds"], about: "Of a step." },
       { title: "Tokens per second", keys: ["rollout/tokens_per_second"], about: "Sampled, per process." },
       { title: "Seconds per attempt", keys: ["rollout/trajectory_seconds", "rollout/queue_seconds"], about: "Under way, and waiting for a place." },
+      { title: "Staleness", keys: ["rollout/staleness", "rollout/staleness_max"], about: "Updates between the beginning of an attempt and its use." },
       { title: "GPU memory", keys: ["gpu/memory_gib", "profile/*_peak_gib"], about: "In GiB." },
       { title: "GPU use", keys: ["gpu/utilization"], about: "Share of the time in which it worked." },
       { title: "Failed and left out", keys: ["rollout/failed_fraction", "rollout/left_out_fraction"], about: "Shares of attempts." },
