@@ -464,6 +464,27 @@ class MCPGRPOTrainer(GRPOTrainer):
             return []
         return self._collector.attempt(repeated, step=self.state.global_step, temperature=temperature)
 
+    def follow_scripts(self, tasks: Dataset | Sequence[Task]) -> list[Trajectory]:
+        """
+        Attempt tasks by their scripted solutions instead of the policy, within the limits of the run.
+
+        What cannot be done so, such as for a tool result that is cut, the policy cannot do either:
+        [`~mcp_grpo.rollout.replay.why_unfit`] tells.
+
+        Args:
+            tasks ([`~datasets.Dataset`] or `Sequence[Task]`):
+                Tasks with a column `solution`.
+
+        Returns:
+            `list[Trajectory]`: One per task, in their order.
+        """
+        if self._collector is None:
+            raise SettingsError("There are no tools to follow scripts with: pass `servers` to the trainer.")
+        self._collector.engine.check_open()
+        tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
+        self.catalog.check(*tasks)
+        return self._collector.follow_scripts(tasks, step=self.state.global_step)
+
     def converse(
         self, opening: Task, watch: Callable[[Any], None], *, temperature: float | None = None
     ) -> AbstractContextManager[Callable[[str], tuple[StopReason, str | None]]]:

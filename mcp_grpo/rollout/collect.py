@@ -209,6 +209,15 @@ class BatchCollector:
         with self._awake(tasks) as generator, bar:
             return self.engine.roll_out(tasks, generator=generator, **how)
 
+    def follow_scripts(self, tasks: Sequence[Task], *, step: int) -> list[Trajectory]:
+        """Attempt tasks by their scripted solutions, within the limits of the run, with the tokens that the policy would write."""
+        how = self._how(RolloutProgress(), step)
+        turns = [scripted_turns(task, self.renderer) for task in tasks]
+        seeds = [derived_seed(how["seed"], index) for index in range(len(tasks))]
+        generator = ScriptedGenerator(dict(zip(seeds, turns, strict=True)))
+        how["finish"] = self._scripted
+        return self.engine.roll_out(tasks, generator=generator, **how) if tasks else []
+
     @contextmanager
     def converse(
         self, opening: Task, watch: Watch, *, temperature: float | None = None
@@ -318,13 +327,7 @@ class BatchCollector:
         lost = [end - 1 for end in range(size, len(solved) + 1, size) if not any(solved[end - size : end])]
         slots = [place - rank * num_own for place in lost if rank * num_own <= place < (rank + 1) * num_own]
         slots = [slot for slot in slots if batch.tasks[slot].metadata.get(COLUMN)]
-        tasks = [batch.tasks[slot] for slot in slots]
-        how = self._how(RolloutProgress(), step)
-        turns = [scripted_turns(task, self.renderer) for task in tasks]
-        seeds = [derived_seed(how["seed"], index) for index in range(len(tasks))]
-        generator = ScriptedGenerator(dict(zip(seeds, turns, strict=True)))
-        how["finish"] = self._scripted
-        found = self.engine.roll_out(tasks, generator=generator, **how) if tasks else []
+        found = self.follow_scripts([batch.tasks[slot] for slot in slots], step=step)
         unfit = Counter[str]()
         for slot, trajectory in zip(slots, found, strict=True):
             if problem := why_unfit(trajectory, is_solved):

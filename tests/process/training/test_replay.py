@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.errors import SettingsError, TaskFormatError
+from mcp_grpo.rewards import is_done
+from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.train.stages import limits_sentence
 from mcp_grpo.types import Task, Trajectory
 
 
@@ -40,6 +43,23 @@ def run(folder: Path, model: str, rows: Any = HARD, **changes: Any) -> tuple[Any
         trainer.watch_batches(lambda batch: watching.batches.append(list(batch.trajectories)))
         trainer.train()
     return trainer, watching
+
+
+def test_scripts_are_followed_within_the_limits_and_it_is_said_what_these_do_not_allow(
+    tmp_path: Path, adding_model: str
+) -> None:
+    tasks = tasks_from_rows(HARD[:2])
+    with make_trainer(tmp_path / "whole", adding_model, rows=HARD) as trainer:
+        found = trainer.follow_scripts(tasks)
+        assert trainer.follow_scripts([]) == []
+    with make_trainer(tmp_path / "cut", adding_model, rows=HARD, max_turns=1) as trainer:
+        cut = trainer.follow_scripts(tasks)
+    assert [(t.task.task_id, t.answer, t.is_scripted) for t in found] == [(t.task_id, "7", True) for t in tasks]
+    assert limits_sentence(found, is_done) is None
+    assert str(limits_sentence([*found, *cut], is_done)).startswith(
+        "2 of 4 tasks to judge by cannot be done as their solutions do within the limits of this run: 2 because it has more "
+        "turns than `max_turns`."
+    )
 
 
 def test_one_attempt_of_a_lost_group_gives_way_to_the_solution(tmp_path: Path, adding_model: str) -> None:
