@@ -66,7 +66,6 @@ def started(before: set[psutil.Process]) -> set[psutil.Process]:
 
 
 @pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")  # of vLLM
 def test_an_engine_in_another_process_samples_from_the_policy_and_ends(
     tmp_path: Path, wide_adding_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
