@@ -1,7 +1,7 @@
 """
 Ask how fast trajectories with slow tools are rolled out: by this library, and by TRL's own loops.
 
-    python benchmarks/rollout.py [--device cuda] [--parts process server] [--json figures.json] [--plot rollout.png]
+    python benchmarks/rollout.py [--device cuda] [--parts process apart server] [--json figures.json] [--plot rollout.png]
 
 Every trajectory has four turns of 64 sampled tokens: three that call a tool, and an answer. The model is random, so that
 only the reading of its turns is made up, in the same way for all (see `fixed_turns.py`); the engine really samples every
@@ -9,6 +9,7 @@ token. Call number k of trajectory i takes equally long for all contenders:
 
 - "TRL" is `GRPOTrainer(tools=...)._generate` with vLLM in process. Its tools are functions that sleep.
 - "ours" is `RolloutEngine` with `VLLMGenerator` on the very engine of that trainer.
+- "ours, engine apart" is the same on an engine that has a process of its own (`--parts process apart`).
 - "ours, server" is the same with `VLLMServerGenerator`, and "TRL async" the rollout worker of `trl.experimental.async_grpo`,
   one coroutine per trajectory without its queue and its scoring; both on one vLLM server that is started for them
   (`--parts server`).
@@ -46,6 +47,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fixed_turns import (
     GPU_SHARE,
@@ -58,6 +60,7 @@ from fixed_turns import (
     SleepingPool,
     device_name,
     draw_latencies,
+    engine_settings,
     free_port,
     markdown,
     prepare,
@@ -79,8 +82,8 @@ from measuring import Check
 NUM_CALLS = 3
 NONE, TAIL = "0", "tail0.45"
 NAMES = {NONE: "none", "0.1": "0.1 s", TAIL: "0.45 s, heavy tail", "2": "2 s"}
-TRL, OURS, SERVED, ASYNC = "TRL", "ours", "ours, server", "TRL async"
-STYLES = {TRL: ("s-", "C3"), OURS: ("o-", "C0"), SERVED: ("^--", "C0"), ASYNC: ("v--", "C3")}
+TRL, OURS, APART, SERVED, ASYNC = "TRL", "ours", "ours, engine apart", "ours, server", "TRL async"
+STYLES = {TRL: ("s-", "C3"), OURS: ("o-", "C0"), APART: ("o:", "C0"), SERVED: ("^--", "C0"), ASYNC: ("v--", "C3")}
 JUDGED = 64  # trajectories
 MANY = 512
 MIN_SPEEDUP = 15.0
@@ -146,9 +149,9 @@ def parse_arguments() -> Arguments:
     add(
         "--parts",
         nargs="+",
-        choices=["process", "server"],
+        choices=["process", "apart", "server"],
         default=["process"],
-        help="on the engine in process, a server",
+        help="on an engine in process, one in a process of its own, a server",
     )
     add("--server-max", type=int, help="trajectories on the server at most")
     add("--eager", action="store_true", help="without graphs, which start faster and sample slower")
@@ -520,6 +523,39 @@ def run_in_process(run: Run, folder: str, ours: Ours, output: Path) -> None:
     run.measure(TRL, parts.run_trl, run.cells_for_trl())
 
 
+def run_apart(run: Run, folder: str, ours: Ours, output: Path) -> None:
+    """Ours on an engine that has a process of its own."""
+    from mcp_grpo.sampling.vllm_generator import VLLMGenerator
+
+    arguments = run.arguments
+    start = time.perf_counter()
+    settings = engine_settings(arguments.device, arguments.eager)
+    settings |= {"gpu_memory_utilization": GPU_SHARE} if arguments.device == "cuda" else {}
+    with patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL's, for its own engine
+            os.environ.pop(name, None)
+        llm = import_module("vllm").LLM(
+            model=folder,
+            max_model_len=MAX_CONTEXT,
+            max_num_seqs=max(arguments.trajectories),
+            max_num_batched_tokens=4096,  # as TRL's
+            logprobs_mode="processed_logprobs",
+            **settings,
+        )
+    say(f"The engine apart was up after {time.perf_counter() - start:.0f} s.")
+    generator = VLLMGenerator(llm.llm_engine, end_of_turn_ids=[])
+
+    def roll_out(script: Script) -> float:
+        llm.reset_prefix_cache()
+        return ours.run(generator, script)
+
+    try:
+        roll_out(run.script(NONE, min(arguments.trajectories)))
+        run.measure(APART, roll_out, run.cells, arguments.repeats)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
 def run_on_server(run: Run, folder: str, ours: Ours, output: Path) -> None:
     """Ours and TRL's asynchronous worker on one server."""
     from mcp_grpo.sampling.vllm_server_generator import VLLMServerGenerator
@@ -579,7 +615,7 @@ def _check(claim: str, got: float, least: float) -> Check:
 
 def table(run: Run) -> str:
     """All cells."""
-    others = [name for name in (SERVED, ASYNC) if any(name in cell.seconds for cell in run.cells)]
+    others = [name for name in (APART, SERVED, ASYNC) if any(name in cell.seconds for cell in run.cells)]
     header = ["latency", "trajectories", "TRL, s", "ours, s", "tokens/s, TRL", "tokens/s, ours", "times as fast"]
     header += ["bound, s", "bound / ours", *[f"{name}, s" for name in others]]
     rows = []
@@ -651,7 +687,11 @@ def main(arguments: Arguments) -> list[str]:
         folder = save_random_model(output / "model", arguments.shape, arguments.device)
         ours = Ours(arguments)
         stack.callback(ours.engine.close)
-        parts: dict[str, Callable[..., None]] = {"process": run_in_process, "server": run_on_server}
+        parts: dict[str, Callable[..., None]] = {
+            "process": run_in_process,
+            "apart": run_apart,
+            "server": run_on_server,
+        }
         for name in arguments.parts:
             try:
                 parts[name](run, folder, ours, output)
