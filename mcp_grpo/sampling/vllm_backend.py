@@ -31,6 +31,7 @@ from mcp_grpo.trl_compat import VLLMGeneration, engine_arguments
 WeightSync = Literal["auto", "merge", "adapter"]
 APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Variable of vLLM that gives an engine a process of its own."""
+WATCHDOG_TIME = 30.0  # seconds to kill what an engine has left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,10 @@ class VLLMBackend(VLLMGeneration):
         engine, self.llm = self.llm, None
         engine.llm_engine.engine_core.shutdown()
         if self._watchdog is not None:
-            self._watchdog.communicate()  # it kills what is left, and ends
+            try:
+                self._watchdog.communicate(timeout=WATCHDOG_TIME)  # it kills what is left, and ends
+            except subprocess.TimeoutExpired:
+                self._watchdog.kill()
         del engine
         gc.collect()  # it refers to itself
         if self.accelerator.device.type == "cuda":
