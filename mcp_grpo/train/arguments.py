@@ -43,6 +43,8 @@ class TrainArguments:
             Temperature of the attempts to judge by; that of training if not given. At 0, where all would be alike, there is one at each task.
         steps (`int`, *optional*):
             Steps of training; by the size of the model if not given.
+        minutes (`float`, *optional*):
+            Minutes that the command may take, about: training ends early enough for what follows it.
         learning_rate (`float`, *optional*):
             Learning rate; by the size of the model if not given.
         seed (`int`, *optional*, defaults to `0`):
@@ -64,6 +66,7 @@ class TrainArguments:
     num_eval_tasks: int = 120
     eval_temperature: float | None = None
     steps: int | None = None
+    minutes: float | None = None
     learning_rate: float | None = None
     seed: int = 0
     allow_writes: bool = False
@@ -74,8 +77,10 @@ class TrainArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
-        if self.learning_rate is not None and self.learning_rate <= 0:
-            raise SettingsError(f"`--learning-rate` must be above 0, got {self.learning_rate}.")
+        for name in ("learning_rate", "minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise SettingsError(f"`{flag(name)}` must be above 0, got {value}.")
         if self.eval_temperature is not None and self.eval_temperature < 0:
             raise SettingsError(f"`--eval-temperature` must be at least 0, got {self.eval_temperature}.")
         self._check_environment()
@@ -106,6 +111,7 @@ class TrainArguments:
     def told(self) -> dict[str, Any]:
         """Return the arguments as they are written down, with digests of the files that they name."""
         given: dict[str, Any] = asdict(self)
+        del given["minutes"]  # a run may go on with other time
         given["options"] = [list(option) for option in self.options] or None  # as JSON has it
         for name in FILES:
             path = None if given[name] is None else Path(given[name])
@@ -156,6 +162,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="temperature of the attempts to judge by, such as 0 for what the policy is surest of (default: that of training)",
     )
     parser.add_argument("--steps", type=int, help="steps of training (default: by the size of the model)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="about how long the command may take: training ends early enough for the attempts that follow it (default: no limit)",
+    )
     parser.add_argument("--learning-rate", type=float, help="learning rate (default: by the size of the model)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of tasks, of the split and of training (default: %(default)s)"

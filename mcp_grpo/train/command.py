@@ -35,6 +35,7 @@ def train(arguments: TrainArguments, folder: Path, console: Console, *, is_dry: 
     Returns:
         `int`: The exit status: 0 after a run that ended well.
     """
+    start = time.monotonic()
     _use_one_device()
     ledger = Ledger(folder, arguments.told())
     if arguments.servers is not None and not Path(arguments.servers).is_file():
@@ -50,7 +51,8 @@ def train(arguments: TrainArguments, folder: Path, console: Console, *, is_dry: 
     if is_dry:
         return 0
     with ledger.hold():
-        stages = Stages(arguments, choice, size, ledger, console)
+        end = None if arguments.minutes is None else start + 60 * arguments.minutes
+        stages = Stages(arguments, choice, size, ledger, console, end=end)
         try:
             for number, (name, take) in enumerate(stages.all.items(), start=1):
                 _take(f"{number}/{len(stages.all)}", name, take, ledger, console)

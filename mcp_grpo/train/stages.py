@@ -1,6 +1,7 @@
 """The stages of `mcp-grpo train`. Each takes what earlier ones have left in the folder of the run, and leaves what later ones need."""
 
 import gc
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from mcp_grpo.rollout.replay import why_unfit
 from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.deadline import Deadline
 from mcp_grpo.train.imitation import (
     GOOD_VALID_CALLS,
     MIN_VALID_CALLS,
@@ -72,12 +74,22 @@ class Stages:
             What is done, and what stages have written down for later ones.
         console (`Console`):
             Where to say what is going on.
+        end (`float`, *optional*):
+            When everything is to be done, by `time.monotonic`.
     """
 
     def __init__(
-        self, arguments: TrainArguments, choice: Choice, size: ModelSize, ledger: Ledger, console: Console
+        self,
+        arguments: TrainArguments,
+        choice: Choice,
+        size: ModelSize,
+        ledger: Ledger,
+        console: Console,
+        *,
+        end: float | None = None,
     ) -> None:
         self._arguments, self._choice, self._size, self._ledger = arguments, choice, size, ledger
+        self._end = math.inf if end is None else end
         self._console, self._folder = console, ledger.folder
         self._model, self._world = str(arguments.model), world_of(arguments)
         self._trainer: MCPGRPOTrainer | None = None
@@ -185,18 +197,24 @@ class Stages:
         """Train, from the last checkpoint if there is one, and keep the best policy."""
         trainer = self._open()
         checkpoint, _ = newest_checkpoint(self._folder)
-        stopped = ""
+        stopped, deadline = "", Deadline(self._end, self._ledger.seconds("before"))
+        trainer.add_callback(deadline)
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except HealthError as error:  # what was learnt until then is kept
             stopped = str(error)
+        trainer.remove_callback(deadline)
         trainer.save_state()
         trainer.save_model()
         self._ledger.note(stopped=stopped)
         if stopped:
             return stopped
         how = "the best on the tasks it is chosen by" if self._splits.validation is not None else "the last one"
-        return f"{trainer.state.global_step} steps; the policy of step {trainer.kept_step}, {how}, is kept."
+        steps, why = f"{trainer.state.global_step}", ""
+        if deadline.is_reached:
+            steps += f" of {trainer.state.max_steps}"
+            why = f", as the {self._arguments.minutes:g} minutes are nearly over"
+        return f"{steps} steps{why}; the policy of step {trainer.kept_step}, {how}, is kept."
 
     def after(self) -> str:
         """Attempt the tasks to judge by again, and measure what to compare with."""

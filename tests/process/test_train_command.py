@@ -105,10 +105,13 @@ def make_world(number: str) -> Environment:
 def test_one_command_trains_in_an_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--environment", f"{__name__}:make_world", "--option", "number", "60"]
     out = tmp_path / "out"
-    greedy = ["--eval-temperature", "0"]
-    assert main(["train", *where, *greedy, "--model", str(WARM_START), "--steps", "2", "--out", str(out)]) == 0
+    more = ["--eval-temperature", "0", "--minutes", "0.01"]  # one step is taken all the same
+    assert main(["train", *where, *more, "--model", str(WARM_START), "--steps", "2", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "on Quickstart, in " in said
+    assert re.search(
+        r"^1 of 2 steps, as the 0.01 minutes are nearly over; the policy of step 1, .*, is kept.", said, re.MULTILINE
+    )
     assert "doing nothing 0.0%, scripted solutions 100.0%" in said
     assert f"mcp-grpo bench {__name__}:make_world --option number 60 --split test --policy {out}" in said
     assert "4 tasks, 4 attempts before and 4 after." in (out / "README.md").read_text()
