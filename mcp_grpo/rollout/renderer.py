@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,8 @@ from mcp_grpo.types import Message, ToolCall
 
 NUM_PROMPTS, NUM_SUFFIXES = 256, 1024  # that are kept as tokens
 NUM_BEGUN = 32  # tokens at the end of a prompt, among which the policy's turn begins
+NUM_QUOTED = 24  # characters of a call that cannot be read, around the place where it goes wrong
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PLAIN = {"role", "name", "content"}  # all that most messages have
 
 # More than any tokenizer puts into one token of ordinary text.
@@ -277,7 +280,7 @@ class Renderer:
         try:
             parsed = self.tokenizer.parse_response(sampled, prefix=before, tools=tools)
         except (ValueError, TypeError) as error:
-            return next(iter(str(error).splitlines()), "it is not in the required format")
+            return _why_unread(error)
         return "the tool call has no name" if parsed and parsed.get("tool_calls") else None
 
     def _training_template(self) -> str | None:
@@ -493,6 +496,23 @@ def _filled(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
         }
         for message in messages
     ]
+
+
+def _why_unread(error: BaseException) -> str:
+    """Say why a parser could not read a call: what is wrong with its JSON, where that is what it stumbled over."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, json.JSONDecodeError):
+        cause = cause.__cause__
+    if cause is None:
+        return next(iter(str(error).splitlines()), "it is not in the required format").rstrip(".")
+    signs = Counter(_QUOTED.sub("", cause.doc))
+    if signs['"']:
+        return "a quotation mark is missing in its JSON"
+    for first, last in ("{}", "[]"):
+        if signs[first] != signs[last]:
+            return f"its JSON has {signs[first]} `{first}` and {signs[last]} `{last}`"
+    where = cause.doc[max(0, cause.pos - NUM_QUOTED) : cause.pos + NUM_QUOTED]
+    return f"its JSON is wrong near {where!r}: {cause.msg}"
 
 
 def _why_bare(text: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:

@@ -272,6 +272,24 @@ def test_a_call_that_cannot_be_read_is_malformed_and_not_an_answer(call: str) ->
     assert parsed.malformed
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('{"name": "get_city", "arguments": {"name": "Ann {1}"}', "its JSON has 2 `{` and 1 `}`"),
+        ('{"name": "get_city", "arguments": {"names": ["Ann"}}', "its JSON has 1 `[` and 0 `]`"),
+        (
+            '{"name": "get_city", "arguments": {"name": "Ann}}',
+            "a quotation mark is missing in its JSON",
+        ),
+        ('{"name": "get_city", "arguments": {"name": Ann}}', "its JSON is wrong near "),
+    ],
+)
+def test_the_policy_is_told_what_is_wrong_with_its_json(call: str, told: str) -> None:
+    parsed = parse_text(make("qwen3"), f"<tool_call>\n{call}\n</tool_call><|im_end|>")
+    assert parsed.malformed is not None
+    assert parsed.malformed.startswith(told)
+
+
 @pytest.mark.parametrize("text", ["Oslo.<|im_end|>", "<|im_end|>", "<think>\nhm\n</think>\n\nOslo.<|im_end|>"])
 def test_a_turn_without_a_call_is_an_answer(text: str) -> None:
     parsed = parse_text(make("qwen3"), text)
