@@ -86,7 +86,7 @@ def make_plan(
     start = START + (START_OF_VLLM if place == "vllm" else 0.0)
     step = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
     judged = attempts * num_test
-    num_evaluations = settings["max_steps"] // settings["eval_steps"] if num_validation else 0
+    num_evaluations = 1 + settings["max_steps"] // settings["eval_steps"] if num_validation else 0
     chosen = num_evaluations * num_validation * settings["num_generations_eval"]
     warm = warm_up_steps(size, num_train or 0) * WARM_UP_BATCH
     training = settings["max_steps"] * step

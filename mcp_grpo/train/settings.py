@@ -334,7 +334,6 @@ def settings_for(
     settings |= {
         "save_steps": max(1, settings["max_steps"] // NUM_CHECKPOINTS),
         "save_total_limit": 2,
-        "eval_on_start": False,  # a stage of its own says how well it does before
         "eval_steps": max(1, settings["max_steps"] // NUM_EVALUATIONS),
     }
     choice.reasons.append(

@@ -291,7 +291,7 @@ class Stages:
             columns = splits.train.column_names
             settings["replay_solutions"] = "solution" in columns and any(splits.train["solution"])
         else:
-            settings["eval_strategy"] = "no"
+            settings |= _evaluations(settings, None)
         return settings
 
     def _model_config(self, name: str) -> Any:
@@ -437,7 +437,7 @@ def _lack(share: float) -> str:
 def _evaluations(settings: Mapping[str, Any], num_tasks: int | None) -> dict[str, Any]:
     """Return when the policy is evaluated during training: never, where there are no tasks for it."""
     if num_tasks is None:
-        return {"eval_strategy": "no"}
+        return {"eval_strategy": "no", "eval_on_start": False}
     # An evaluation is of whole batches, and no larger than there are attempts.
     attempts = num_tasks * settings["num_generations_eval"]
     return {"per_device_eval_batch_size": min(settings["per_device_eval_batch_size"], attempts)}
