@@ -3,7 +3,7 @@ Ask where training saturates with more GPUs: a simulation of steps on 1, 8 and 6
 
     python benchmarks/scale.py [--gpus 1 8 64] [--latencies 0.03 tail0.45]
 
-It needs no GPU and takes seconds. What goes in was measured on an H200 with a Qwen3-0.6B in shape (benchmarks/README.md): how long a step of
+It needs no GPU and takes seconds. What goes in was measured on an H200 with a Qwen3-0.6B in shape (docs/results.md): how long a step of
 vLLM takes by the number of sequences, what the loop of a trajectory computes beside it, how many tokens per second loss and scoring
 train on, how long the weights take to reach vLLM. What goes in without having been measured is what cables carry. The simulation
 then follows every turn of every trajectory: it waits for a tool, or is one of the sequences that the engine steps.
