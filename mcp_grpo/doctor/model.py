@@ -86,7 +86,7 @@ def _examine_template(
     )
     if chosen.name == "json":
         said = f"tool calls are written in blocks of fenced JSON: {chosen.reason}"
-        if chosen.is_asked:
+        if chosen.is_expected:
             findings.ok("chat template", said)
         else:
             findings.warn(

@@ -128,19 +128,19 @@ class CallFormat:
             Why it is this one.
         untrained (`tuple[str, ...]`, *optional*, defaults to `()`):
             Tokens of the format that the model was never trained to write.
-        is_asked (`bool`, *optional*, defaults to `False`):
-            Whether it is what the user asked for.
+        is_expected (`bool`, *optional*, defaults to `False`):
+            Whether it is what the user asked for, or what the chat template was made for, such as by a warm start.
     """
 
     name: str
     reason: str
     untrained: tuple[str, ...] = ()
-    is_asked: bool = False
+    is_expected: bool = False
 
     def say(self) -> None:
         """Tell what was chosen where it is not what one would expect, and what can be done about it."""
         if self.name == "json":
-            level = logging.INFO if self.is_asked else logging.WARNING
+            level = logging.INFO if self.is_expected else logging.WARNING
             logger.log(level, "The policy writes tool calls in blocks of fenced JSON: %s.", self.reason)
         elif self.untrained:
             logger.warning(
@@ -191,7 +191,7 @@ def set_call_format(
                 "tokenizer of the base model."
             )
         _set_parser(tokenizer)
-        return CallFormat(name="json", reason="its chat template was made for it")
+        return CallFormat(name="json", reason="its chat template was made for it", is_expected=True)
     if not isinstance(template, str):
         raise TemplateError(
             "The tokenizer has no chat template. Use an instruct model, or set `tokenizer.chat_template`."
@@ -204,7 +204,7 @@ def set_call_format(
                 '`call_format="json"`, which needs no such template, or use another model.'
             )
         untrained = untrained_tokens(tokenizer, output_rows)
-        return CallFormat(name="template", reason=_ASKED, untrained=untrained, is_asked=True)
+        return CallFormat(name="template", reason=_ASKED, untrained=untrained, is_expected=True)
     reason = problem
     if wanted == "auto" and not problem:
         untrained = untrained_tokens(tokenizer, output_rows)
@@ -216,7 +216,7 @@ def set_call_format(
     except TemplateError:
         tokenizer.chat_template = template
         raise
-    return CallFormat(name="json", reason=reason or _ASKED, is_asked=wanted == "json")
+    return CallFormat(name="json", reason=reason or _ASKED, is_expected=wanted == "json")
 
 
 def output_rows(source: Any) -> torch.Tensor | None:

@@ -249,12 +249,16 @@ def test_a_template_that_changes_plain_messages_is_refused() -> None:
     assert tokenizer.chat_template == before
 
 
-def test_a_saved_tokenizer_keeps_its_format(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_keeps_its_format_and_nobody_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = plain_tokenizer()
     set_call_format(tokenizer, "json")
     tokenizer.save_pretrained(tmp_path)
     loaded: Any = AutoTokenizer.from_pretrained(tmp_path)
-    assert set_call_format(loaded, "auto").name == "json"
+    chosen = set_call_format(loaded, "auto")
+    chosen.say()
+    assert (chosen.name, caplog.messages) == ("json", [])
     assert loaded.chat_template == tokenizer.chat_template
     assert loaded.response_template == tokenizer.response_template
     with pytest.raises(TemplateError, match="load the tokenizer of the base model"):
