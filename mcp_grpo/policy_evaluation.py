@@ -42,6 +42,7 @@ from mcp_grpo.types import Task, Trajectory
 
 ATTEMPTS_FILE, EVALUATION_FILE, REPORT_FILE = "attempts.jsonl", "evaluation.json", "report.md"
 CHUNK = 64  # attempts of a local model that are rolled out, and kept, together
+CHUNK_OF_VLLM = 256  # each waits for its slowest attempt, while vLLM has little to do
 MAX_COMPLETION_LENGTH = 4096  # tokens of an attempt, tool results included, unless told
 
 Success = Callable[[Trajectory], bool]
@@ -273,8 +274,9 @@ def _roll_out(
     keep: Callable[[Sequence[Attempt]], None],
     temperature: float | None,
 ) -> None:
-    for start in range(0, len(places), CHUNK):
-        chunk = places[start : start + CHUNK]
+    size = CHUNK_OF_VLLM if trainer.args.use_vllm else CHUNK
+    for start in range(0, len(places), size):
+        chunk = places[start : start + size]
         trajectories = trainer.roll_out([task for task, _ in chunk], temperature=temperature)
         keep(
             [
