@@ -173,6 +173,7 @@ def make_sampler(
         end_of_turn_ids=ends,
         num_reserved=int(args.constrained_decoding),
         sleeps=args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode,
+        turn_timeout=args.trajectory_timeout,
         step=lambda: trainer.state.global_step,
         ask=engine.ask,
         **callbacks,

@@ -1278,11 +1278,12 @@ class MCPGRPOTrainer(GRPOTrainer):
         dataset = cast("Dataset", self.train_dataset)
         places = {str(task_id): place for place, task_id in enumerate(dataset["task_id"])}
         if missing := [task_id for task_id in task_ids if task_id not in places]:
-            logger.warning(
-                "Tasks that were under way at the checkpoint are not in the dataset any more, so that the run goes on with the next "
-                "batch: %s.",
-                ", ".join(missing),
-            )
+            if self.is_world_process_zero():
+                logger.warning(
+                    "Tasks that were under way at the checkpoint are not in the dataset any more, so that the run goes on with the "
+                    "next batch: %s.",
+                    ", ".join(missing),
+                )
             return []
         rows = [dataset[places[task_id]] for task_id in task_ids]
         return [dict(row) for row in rows for _ in range(self.num_generations)]

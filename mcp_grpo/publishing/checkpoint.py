@@ -120,10 +120,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def save_state(folder: str | Path, state: dict[str, Any], *, rank: int, num_processes: int) -> None:
-    """
-    Write the state of one process; `batch` is the one that is still to be learnt from, `None` if there is none, and `under_way`
-    are the tasks that it attempts for later ones.
-    """
+    """Write the state of one process; `batch` is the one that is still to be learnt from, `None` if there is none."""
     torch.save({**state, "num_processes": num_processes}, Path(folder) / STATE_FILE.format(rank=rank))
 
 
@@ -131,17 +128,14 @@ def load_state(folder: str | Path, *, rank: int, num_processes: int, device: tor
     """
     Read the state of a run; `None` if the checkpoint has none.
 
-    What all processes have in common is read from the first one's file, also if there are more or fewer now. `batch` and
-    `under_way` are this process's own; they are `None` where the number of processes is another one: a new batch is rolled out
-    then.
+    What all processes have in common is read from the first one's file, also if there are more or fewer now. `batch` is this
+    process's own; it is `None` where the number of processes is another one: a new batch is rolled out then.
     """
     file, own_file = (Path(folder) / STATE_FILE.format(rank=each) for each in (0, rank))
     if not file.is_file():
         return None
     state = torch.load(file, map_location=device, weights_only=True)
-    own_keys = [key for key in ("batch", "under_way") if state.get(key) is not None]
-    if own_keys:
+    if state["batch"] is not None:
         is_same = state["num_processes"] == num_processes
-        own = torch.load(own_file, map_location=device, weights_only=True) if is_same else {}
-        state |= {key: own.get(key) for key in own_keys}
+        state["batch"] = torch.load(own_file, map_location=device, weights_only=True)["batch"] if is_same else None
     return state

@@ -251,11 +251,14 @@ class BatchCollector:
             yield say
 
     def under_way(self, step: int) -> list[str]:
-        """Return the tasks of the groups that were under way when a step began, and are trained on in no earlier one."""
-        return self._left.get(step, [])
+        """
+        Return the tasks of the groups that were under way when a step began, on any process, and are trained on in no earlier one.
+        All processes must ask together.
+        """
+        return gather_object(self._left.get(step, [])) if self.max_staleness > 1 else []
 
     def resume(self, rows: Sequence[Row]) -> None:
-        """Attempt these rows, which were under way, in place of those of the next batch."""
+        """Attempt these rows, which were under way on any process, in place of those of the next batch, each process its share."""
         self._resumed = list(rows)
 
     def drop_stream(self) -> None:
@@ -275,10 +278,25 @@ class BatchCollector:
     def _resumed_in_place_of(self, rows: Sequence[Row], step: int, size: int) -> Sequence[Row]:
         """Return what was under way when a run was stopped, in the first batch of one that goes on; else the rows themselves."""
         resumed, self._resumed = self._resumed, []
-        if len(resumed) != len(rows):  # also if batches have another size now
+        if not resumed:
             return rows
-        self._left[step] = [str(row["task_id"]) for row in resumed[::size]]
-        return resumed
+        rank, num_rows = self.accelerator.process_index, len(rows) * self.accelerator.num_processes
+        if len(resumed) != num_rows:
+            if rank == 0:
+                num_groups = len(resumed) // size
+                logger.warning(
+                    "%d tasks were under way at the checkpoint, but batches have %d tasks now, so that the data comes in another order. "
+                    "The run goes on with the next batch: in this epoch, some tasks are left out, or trained on twice. To train on "
+                    "each once, choose `per_device_train_batch_size` and `steps_per_generation` such that the batches of all "
+                    "processes together have %d tasks.",
+                    num_groups,
+                    num_rows // size,
+                    num_groups,
+                )
+            return rows
+        own = resumed[rank * len(rows) : (rank + 1) * len(rows)]
+        self._left[step] = [str(row["task_id"]) for row in own[::size]]
+        return own
 
     def _take(self, batch: Batch, next_rows: Sequence[Row], step: int, size: int) -> None:
         """Begin the next batch, and make this one of groups that have ended."""
@@ -307,7 +325,7 @@ class BatchCollector:
         batch.is_streamed = True
         if self.max_staleness > 1:
             left = [group.tasks[0].task_id for group in self._stream.groups]
-            self._left = {step: self.under_way(step), step + 1: left}
+            self._left = {step: self._left.get(step, []), step + 1: left}
 
     def _begin(self, rows: Sequence[Row], tasks: Sequence[Task], step: int, size: int) -> None:
         """Begin groups, those first that will take most turns."""

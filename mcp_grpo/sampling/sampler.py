@@ -131,6 +131,8 @@ class VLLMSampler:
             leave room for one.
         sleeps (`bool`):
             Whether the engine sleeps while the policy trains.
+        turn_timeout (`float`):
+            Seconds after which a turn is given up.
         step (`Callable[[], int]`):
             Returns the optimizer steps done.
         ask (`Callable`):
@@ -147,6 +149,7 @@ class VLLMSampler:
     end_of_turn_ids: Sequence[int]
     num_reserved: int
     sleeps: bool
+    turn_timeout: float
     step: Callable[[], int]
     ask: Callable[[Any, Callable[[], Awaitable[Any]]], Any]
     record: Callable[[dict[str, float]], None]
@@ -162,7 +165,7 @@ class VLLMSampler:
     def __post_init__(self) -> None:
         self.max_context = self.backend.max_context - self.num_reserved
         self._generator = self.backend.make_generator(self.end_of_turn_ids)
-        self._gate = GatedGenerator(self._generator)
+        self._gate = GatedGenerator(self._generator, self.turn_timeout)
 
     @property
     def is_behind(self) -> bool:

@@ -5,11 +5,10 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,13 @@ from mcp_grpo.errors import SamplerError, SettingsError
 from mcp_grpo.sampling.adapter_export import adapter_problem, max_lora_rank, save_adapter
 from mcp_grpo.sampling.merging import Merged, not_merging
 from mcp_grpo.sampling.vllm_generator import VLLMGenerator
+from mcp_grpo.tools.transports.reaper import end_with_us
 from mcp_grpo.trl_compat import VLLMGeneration, engine_arguments
 
 
 WeightSync = Literal["auto", "merge", "adapter"]
 APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Variable of vLLM that gives an engine a process of its own."""
-WATCHDOG_TIME = 30.0  # seconds to kill what an engine has left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class VLLMBackend(VLLMGeneration):
         self._version = 0
         self._adapter: Any = None
         self._folder: Path | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._end_processes: Callable[[], None] = lambda: None  # those of an engine apart
         super().__init__(**kwargs)
 
     @property
@@ -134,12 +133,10 @@ class VLLMBackend(VLLMGeneration):
         if not self._is_apart and (self.enable_sleep_mode or not self._is_alone):
             return
         engine, self.llm = self.llm, None
-        engine.llm_engine.engine_core.shutdown()
-        if self._watchdog is not None:
-            try:
-                self._watchdog.communicate(timeout=WATCHDOG_TIME)  # it kills what is left, and ends
-            except subprocess.TimeoutExpired:
-                self._watchdog.kill()
+        try:
+            engine.llm_engine.engine_core.shutdown()
+        finally:
+            self._end_processes()
         del engine
         gc.collect()  # it refers to itself
         if self.accelerator.device.type == "cuda":
@@ -180,7 +177,7 @@ class VLLMBackend(VLLMGeneration):
             before = _children()
             super()._init_vllm()
         if self._is_apart:
-            self._watchdog = _killer_of(_children() - before)
+            self._end_processes = end_with_us(each.pid for each in _children() - before)
         if self.sends_adapters and sleeps:
             self.enable_sleep_mode = True
             self.sleep()
@@ -362,27 +359,6 @@ def _group_of_one() -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _killer_of(processes: Iterable[psutil.Process]) -> subprocess.Popen[bytes]:
-    """Start a process that kills others when this one ends, however it ends: then the pipe closes that it reads."""
-    words = [sys.executable, "-c", _WAIT_AND_KILL, *(f"{each.pid}:{each.create_time()}" for each in processes)]
-    # In a session of its own, so that Ctrl-C does not reach it.
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-_WAIT_AND_KILL = """
-import sys, psutil
-sys.stdin.read()
-for word in sys.argv[1:]:
-    pid, _, made = word.partition(":")
-    try:
-        process = psutil.Process(int(pid))
-        if str(process.create_time()) == made:
-            process.kill()
-    except psutil.NoSuchProcess:
-        pass
-"""
 
 
 def _children() -> set[psutil.Process]:

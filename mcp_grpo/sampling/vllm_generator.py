@@ -16,6 +16,7 @@ from mcp_grpo.sampling.vision import Picture, decode
 
 
 _IDLE_SECONDS = 1.0  # between checks of whether the rollout is done
+_STEP_SECONDS = 60.0  # for the last step of an engine that another thread wants
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,12 +113,21 @@ class VLLMGenerator:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep all other threads from running the engine, which has nothing under way if nobody waits for a turn."""
+        """
+        Keep all other threads from running the engine, which has nothing under way if nobody waits for a turn.
+
+        Raises:
+            [`SamplerError`]: If a step of the engine does not end.
+        """
         with self._change:
             self._is_wanted = True
             self._inbox.put(None)
             try:
-                self._change.wait_for(lambda: not self._is_run)
+                if not self._change.wait_for(lambda: not self._is_run, timeout=_STEP_SECONDS):
+                    raise SamplerError(
+                        f"A step of the vLLM engine has not ended for {_STEP_SECONDS:.0f} seconds, so that it cannot be sent new "
+                        "weights: it hangs. Look at vLLM's own output and at its GPU, and resume from the last checkpoint."
+                    )
                 self._is_run = True
             finally:
                 self._is_wanted = False

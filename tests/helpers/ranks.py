@@ -1,4 +1,4 @@
-"""Programs of `servers/` on two processes."""
+"""Programs of `servers/` on several processes."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState, DistributedType
 SCRIPTS = Path(__file__).parent.parent / "servers"
 
 
-def launch(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program on two processes, and wait for them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def launch(script: str, *arguments: object, num_processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a program on several processes, and wait for them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     return subprocess.run(
         [*command, str(SCRIPTS / script), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -48,21 +48,28 @@ def train(
     folder: Path,
     dying_rank: str | None = None,
     has_adapter: bool = True,
-    resumes: bool = False,
+    resumes: bool | str = False,
     share_prompts: bool | None = None,
     memory: list[int] | None = None,
     paying_rank: str | None = None,
+    num_tasks: int = len(ROWS),
+    holds_until: int | None = None,
     **changes: Any,
 ) -> None:
     """
-    Trains two steps, or goes on from the last checkpoint, and writes what came of it. Ranks may have `memory` of a device, and one of
-    them may pay single turns in its first batch.
+    Trains two steps, or goes on from the last checkpoint or another one, and writes what came of it. Ranks may have `memory` of a
+    device, and one of them may pay single turns in its first batch. The last one may have a call that is answered only after some
+    batches.
     """
     shared_prompts.SHARE_PROMPTS = share_prompts
-    rewards = []
+    folder.mkdir(exist_ok=True)
+    rewards, attempted = [], []
 
     def reward(trajectory: list[Trajectory], **kwargs: Any) -> Any:
         rewards.append(exact_answer(trajectory))
+        attempted.append([each.task.task_id for each in trajectory])
+        if len(rewards) == holds_until:
+            (folder / "go").touch()
         if paying_rank is None:
             return rewards[-1]
         first = 0.1 if rank == paying_rank and len(rewards) == 1 else -0.1
@@ -79,20 +86,29 @@ def train(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=4,
         max_completion_length=400,
         max_turns=3,
-        **{"num_generations": 8, "max_steps": 2, "learning_rate": 1e-2, "save_strategy": "no", **changes},
+        **{
+            "per_device_train_batch_size": 4,
+            "num_generations": 8,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            **changes,
+        },
         report_to="none",
         logging_steps=1,
         chat_template_kwargs=TEMPLATE_KWARGS,
     )
-    server = {"command": sys.executable, "args": [str(SERVER), *(["--die"] if rank == dying_rank else [])]}
+    faults = ["--die"] if rank == dying_rank else []
+    if holds_until is not None and rank == str(int(os.environ["WORLD_SIZE"]) - 1):
+        faults = ["--hold", str(folder)]
+    server = {"command": sys.executable, "args": [str(SERVER), *faults]}
     with MCPGRPOTrainer(
         model,
         reward,
         config,
-        Dataset.from_list(ROWS),
+        Dataset.from_list([{**ROWS[0], "task_id": f"sum-{i}"} for i in range(num_tasks)]),
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear") if has_adapter else None,
     ) as trainer:
@@ -114,6 +130,7 @@ def train(
         "rewards": rewards,
         "history": trainer.state.log_history,
         "weights": {n: p.double().sum().item() for n, p in whole.items()},
+        "attempted": attempted,
         "tasks": [t.task_id for t in trainer._batch.tasks],
         "credit": [trainer._credit.mode, trainer._credit.gamma, trainer._credit.sentence],
         "is_sharded": is_sharded,

@@ -107,7 +107,10 @@ def test_an_engine_does_not_outlive_a_run_that_was_killed(
     with program(tmp_path, wide_adding_model, waits=True) as process:
         read_until(process, "trained")
         children = psutil.Process(process.pid).children(recursive=True)
-        assert [each for each in children if "VLLM" in "".join(each.cmdline())]
+        engines = [each for each in children if "VLLM" in "".join(each.cmdline())]
+        assert engines
+        for each in engines:
+            each.suspend()  # so that it cannot end by itself
         process.kill()
     deadline = time.monotonic() + END_TIME
     while any(each.is_running() for each in children) and time.monotonic() < deadline:

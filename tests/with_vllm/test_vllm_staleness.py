@@ -242,6 +242,40 @@ def test_an_engine_that_fails_while_the_policy_trains_stops_the_run(tmp_path: Pa
 
 
 @pytest.mark.vllm
+def test_an_engine_that_hangs_while_the_policy_trains_stops_the_run(
+    tmp_path: Path, wide_adding_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("gate.END_TIME", "vllm_generator._STEP_SECONDS"):
+        monkeypatch.setattr(f"mcp_grpo.sampling.{limit}", 1.0)
+    monkeypatch.setattr("mcp_grpo.rollout.stream.DROP_TIME", 1.0)
+    hangs, may_end = threading.Event(), threading.Event()
+
+    class Hang(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            def step() -> list[Any]:
+                hangs.set()
+                may_end.wait(120)
+                return []
+
+            trainer.vllm_generation.llm.llm_engine.step = step
+            (held.folder / "go").touch()
+            assert hangs.wait(60)
+
+    held = Held(tmp_path / "held")
+    try:
+        with held.trainer(wide_adding_model, [Hang()], max_staleness=8, trajectory_timeout=20.0) as trainer:
+            with pytest.raises(SamplerError, match="A step of the vLLM engine has not ended"):
+                trainer.train()
+            assert trainer.state.global_step == 1
+    finally:
+        may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "mcp-grpo-stream":
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_an_evaluation_is_of_the_policy_as_it_is_then(
     tmp_path: Path, wide_adding_model: str, max_staleness: int

@@ -1,6 +1,6 @@
 """
-Kill the process groups of servers when this process ends, however it ends, and remove the homes that they were given: a
-watchdog outlives it for a moment.
+Kill the process groups of servers, and single processes that others have started for us, when this process ends, however it ends,
+and remove the homes that servers were given: a watchdog outlives it for a moment.
 
 What left its group is for the server's guard to kill; see `guard`.
 """
@@ -14,25 +14,35 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 
 logger = logging.getLogger(__name__)
 
-# Reads `+GROUP` and `-GROUP`, and at the end of its input kills the groups that are left. The input ends however we die,
-# even by SIGKILL, since the kernel closes the pipe. Guards are told first, and given time to do their work. It ignores the
-# signals that are sent to whole jobs. No `--` before a group: dash and BusyBox take it for a process.
+# Reads `+NAME` and `-NAME`, and at the end of its input kills what is left: a group by its id, a process by its id and the time it
+# began at (`ID:TIME`), since its id may be another one's by then. The input ends however we die, even by SIGKILL, since the kernel
+# closes the pipe. Guards are told first, and given time to do their work. It ignores the signals that are sent to whole jobs. No
+# `--` before a group: dash and BusyBox take it for a process.
 _SCRIPT = """
 trap '' HUP INT TERM
-groups=' '
+begun() { read -r stat < "/proc/$1/stat"; set -- ${stat##*) }; echo "${20}"; }
+names=' '
 while read -r line; do
-    group=${line#?}
+    name=${line#?}
     case $line in
-        +*) groups="$groups$group " ;;
-        -*) groups="${groups%% $group *} ${groups#* $group }" ;;
+        +*) names="$names$name " ;;
+        -*) names="${names%% $name *} ${names#* $name }" ;;
     esac
 done
-for group in $groups; do kill -USR1 "$group"; done
+groups=
+for name in $names; do
+    pid=${name%:*}
+    case $name in
+        "$pid") groups="$groups $pid"; kill -USR1 "$pid" ;;
+        "$pid:$(begun "$pid")") kill -9 "$pid" ;;
+    esac
+done
 sleep 1
 for group in $groups; do kill -9 "-$group"; done
 for _ in 1 2 3 4 5; do rm -rf "$HOMES" && break; sleep 1; done
@@ -43,7 +53,7 @@ _COMMAND = ("/bin/sh", "-c", _SCRIPT, "mcp_grpo watchdog")  # the last is shown 
 
 
 class _Watchdog:
-    """The child process that kills the groups."""
+    """The child process that kills what is left."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -69,11 +79,11 @@ class _Watchdog:
         """Write one line, short enough to be written whole or not at all."""
         try:
             os.write(self._pipe.fileno(), line.encode() + b"\n")
-        except (OSError, ValueError):  # dead, stuck or ended; the next group starts another
+        except (OSError, ValueError):  # dead, stuck or ended; the next name starts another
             self.end()
 
     def end(self) -> None:
-        """Kill and reap it; the end of its input would make it kill the groups."""
+        """Kill and reap it; the end of its input would make it kill what it knows."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
@@ -92,37 +102,64 @@ def _new_homes() -> str:
 _lock = threading.Lock()  # pools may live on several threads
 _homes = _new_homes()  # made when the first server in a sandbox is started
 _groups: set[int] = set()
+_processes: set[str] = set()  # by id and beginning
 _watchdog: _Watchdog | None = None
 
 
 def register(group: int) -> None:
     """Have a process group killed when this process ends."""
-    global _watchdog
     with _lock:
         _groups.add(group)
-        if _watchdog is not None and _watchdog.is_alive:
-            _watchdog.tell(f"+{group}")
-            return
-        _end_watchdog()
-        try:
-            _watchdog = _Watchdog()
-        except OSError as error:  # out of processes or files; servers can still be killed at exit
-            logger.warning("The watchdog of the servers could not be started: %s. Servers may be left behind.", error)
-            return
-        for known in _groups:
-            _watchdog.tell(f"+{known}")
+        _tell_of(group)
 
 
 def unregister(group: int) -> None:
     """Forget a process group that has ended; an unknown one is ignored."""
     with _lock:
-        if group not in _groups:
-            return
-        _groups.remove(group)
-        if not _groups:
-            _end_watchdog()
-        elif _watchdog is not None and _watchdog.is_alive:
-            _watchdog.tell(f"-{group}")
+        if group in _groups:
+            _groups.remove(group)
+            _tell_end_of(group)
+
+
+def end_with_us(pids: Iterable[int]) -> Callable[[], None]:
+    """Have single processes killed when this process ends; return what kills those that are left, and forgets them, before."""
+    names = {f"{pid}:{_begun(pid)}" for pid in pids}
+    with _lock:
+        for name in names:
+            _processes.add(name)
+            _tell_of(name)
+
+    def end() -> None:
+        with _lock:
+            for name in names & _processes:
+                _kill_process(name)
+                _processes.remove(name)
+                _tell_end_of(name)
+
+    return end
+
+
+def _tell_of(new: int | str) -> None:
+    """Tell the watchdog of a group or process, or start one that knows all."""
+    global _watchdog
+    if _watchdog is not None and _watchdog.is_alive:
+        _watchdog.tell(f"+{new}")
+        return
+    _end_watchdog()
+    try:
+        _watchdog = _Watchdog()
+    except OSError as error:  # out of processes or files; all can still be killed at exit
+        logger.warning("The watchdog of the servers could not be started: %s. Servers may be left behind.", error)
+        return
+    for known in (*_groups, *_processes):
+        _watchdog.tell(f"+{known}")
+
+
+def _tell_end_of(old: int | str) -> None:
+    if not _groups and not _processes:
+        _end_watchdog()
+    elif _watchdog is not None and _watchdog.is_alive:
+        _watchdog.tell(f"-{old}")
 
 
 def make_home() -> str:
@@ -140,8 +177,11 @@ def remove_home(home: str) -> None:
 
 
 def kill_all() -> None:
-    """Kill and forget every group, and remove the homes, at the end of the process."""
+    """Kill and forget every group and process, and remove the homes, at the end of this process."""
     with _lock:
+        for name in _processes:
+            _kill_process(name)
+        _processes.clear()
         for group in _groups:
             end_guard(group)
         end = time.monotonic() + _END_TIME
@@ -168,6 +208,23 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+def _begun(pid: int) -> str:
+    """Return when a process began, in ticks of the kernel; nothing if it has ended, or the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _kill_process(name: str) -> None:
+    """Kill a process, unless its id is another one's by now."""
+    pid, _, begun = name.partition(":")
+    if _begun(int(pid)) == begun:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def signal_group(group: int, number: signal.Signals) -> None:
     """Send a signal to all processes of a group, if any are left."""
     with suppress(ProcessLookupError, PermissionError):
@@ -189,6 +246,7 @@ def _disown() -> None:
     _homes = _new_homes()
     _lock = threading.Lock()  # another thread of the parent may have held it
     _groups.clear()
+    _processes.clear()
     if _watchdog is not None:
         _watchdog.disown()
         _watchdog = None

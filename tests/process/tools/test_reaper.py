@@ -166,6 +166,53 @@ os.kill(os.getpid(), signal.SIGKILL)
         user.communicate()
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", full("os._exit(3)"), "raise SystemExit(3)"])
+def test_single_processes_end_with_us_but_not_one_that_has_their_id_by_then(end: str) -> None:
+    program = f"""
+import importlib.util, os, signal, subprocess
+spec = importlib.util.spec_from_file_location("reaper", {reaper.__file__!r})
+reaper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reaper)
+sleepers = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+reaper.end_with_us([sleepers[0].pid])
+begun, reaper._begun = reaper._begun, lambda pid: "17"  # that of a process which had this id
+reaper.end_with_us([sleepers[1].pid])
+reaper._begun = begun
+print(*(sleeper.pid for sleeper in sleepers), flush=True)
+{end}
+"""
+    user = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert user.stdout
+    sleepers = [psutil.Process(int(pid)) for pid in user.stdout.readline().split()]
+    try:
+        assert len(sleepers) == 3
+        assert eventually(lambda: not is_there(sleepers[0]))
+        time.sleep(0.3)  # the others would have been killed just after it
+        assert all(map(is_there, sleepers[1:]))
+    finally:
+        for sleeper in filter(is_there, sleepers):
+            sleeper.kill()
+        user.communicate()
+
+
+def test_single_processes_can_be_ended_before_and_are_forgotten_then() -> None:
+    children = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+    try:
+        end = reaper.end_with_us(child.pid for child in children[:2])
+        assert len(watchdogs()) == 1
+        children[1].kill()
+        children[1].wait()  # it has ended by itself
+        end()
+        end()
+        assert children[0].wait(30) == -signal.SIGKILL
+        assert children[2].poll() is None
+        assert not watchdogs()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def test_a_watchdog_that_does_not_read_holds_up_nothing_and_is_replaced() -> None:
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
