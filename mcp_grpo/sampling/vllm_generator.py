@@ -16,7 +16,7 @@ from mcp_grpo.sampling.vision import Picture, decode
 
 
 _IDLE_SECONDS = 1.0  # between checks of whether the rollout is done
-_STEP_SECONDS = 60.0  # for the last step of an engine that another thread wants
+_STEP_SECONDS = 300.0  # for the last step of an engine that another thread wants
 
 
 @dataclass(frozen=True, slots=True, eq=False)

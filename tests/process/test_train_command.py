@@ -202,6 +202,7 @@ def started(tmp_path: Path, rows: list[dict[str, Any]], model: str) -> list[str]
     return ["train", *flags, "--steps", "1", "--out", str(tmp_path / "out")]
 
 
+@pytest.mark.full
 def test_a_policy_that_cannot_call_without_solutions_to_imitate_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ async def test_calls_of_one_trajectory_wait_for_each_other(pool: ToolPool) -> No
         assert await say(lease, "x == ['in', 'out'] * 5") == "True"
 
 
+@pytest.mark.full
 async def test_a_call_that_takes_too_long_ends_the_state_and_says_so() -> None:
     async with leases("--timeout", "0.3", number=2) as (first, second):
         await say(first, "x = 5")
@@ -224,6 +225,7 @@ async def test_many_trajectories_at_once_each_have_their_own(pool: ToolPool) -> 
     assert texts == {number: str(number) for number in range(24)}
 
 
+@pytest.mark.full
 async def test_a_trajectory_waits_until_another_makes_room_and_no_state_is_lost() -> None:
     server = config("--max-live", "2", max_trajectories=2)
     states: list[str] = []
@@ -275,6 +277,7 @@ async def test_over_http_too() -> None:
 
 
 @pytest.mark.parametrize("level", each(WALLED))
+@pytest.mark.full
 async def test_processes_end_with_a_server_that_is_killed(level: str) -> None:
     sandbox_of(level, Limits()).close()
     async with ToolPool([config("--sandbox", level)]) as pool, pool.lease(TASK) as lease:

@@ -352,6 +352,7 @@ class TestProcess:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
 
+    @pytest.mark.full
     def test_the_end_of_stdin_ends_it_and_stdout_has_only_the_protocol(self) -> None:
         with started() as process:
             output, _ = process.communicate("this is no JSON\n", timeout=30)

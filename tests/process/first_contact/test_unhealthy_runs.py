@@ -50,6 +50,7 @@ def train(shell: Shell, tmp_path: Path) -> Train:
     return run
 
 
+@pytest.mark.full
 def test_a_policy_that_never_calls_a_tool_stops_the_run(
     train: Train, tmp_path: Path, adding_tools: list[dict[str, Any]]
 ) -> None:

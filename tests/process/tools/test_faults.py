@@ -182,6 +182,7 @@ async def test_twenty_megabytes_do_not_hold_up_the_event_loop(rogue: Rogue) -> N
     assert longest < 5
 
 
+@pytest.mark.full
 async def test_a_process_that_is_suspended_is_ended_all_the_same(rogue: Rogue) -> None:
     async with nothing_left():
         start = time.monotonic()

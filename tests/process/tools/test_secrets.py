@@ -114,6 +114,7 @@ class TestMistakesOfOurs:
             with pytest.raises(ToolServerError, match=r"secret \*\*\*"):
                 await lease.states()
 
+    @pytest.mark.full
     async def test_in_a_reset(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         entry = servers("--forget")
         entry["teller"]["x-mcp-grpo"] = {"isolation": "exclusive", "reset_tool": "forget"}

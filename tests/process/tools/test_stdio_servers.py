@@ -164,6 +164,7 @@ async def test_a_mute_server_costs_a_call_its_deadline(rogue: Rogue) -> None:
         assert (await pool.call(call("count"))).text == "2"
 
 
+@pytest.mark.full
 async def test_a_server_that_stops_reading_is_replaced_and_holds_up_nothing(rogue: Rogue) -> None:
     async with ToolPool([rogue(call_timeout=1.0)]) as pool:
         assert (await pool.call(call("stop_reading"))).kind is ResultKind.TIMEOUT
@@ -191,6 +192,7 @@ async def test_a_server_that_answers_others_is_not_replaced_for_calls_that_hang(
         assert await pid_of(pool) == pid
 
 
+@pytest.mark.full
 async def test_a_pool_that_is_closed_while_a_server_starts_does_not_wait_for_it(rogue: Rogue, tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     config = replace(rogue(pool_size=2), args=(str(script),))

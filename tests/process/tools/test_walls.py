@@ -93,6 +93,7 @@ async def test_a_home_that_is_deeper_than_python_recurses_is_removed() -> None:
     assert not Path(home.removeprefix("did ")).exists()
 
 
+@pytest.mark.full
 def test_a_home_is_removed_when_we_are_killed(tmp_path: Path) -> None:
     """By the watchdog, as the guard of the server has no more than a second."""
     code = (

@@ -166,6 +166,7 @@ EVERYTHING = {
     ],
     ids=lambda changes: "-".join([changes["loss_type"], *(["everything"] if "beta" in changes else [])]),
 )
+@pytest.mark.full
 def test_an_update_is_the_same_if_passes_become_one(
     tmp_path: Path, adding_model: str, changes: dict[str, Any]
 ) -> None:

@@ -59,6 +59,7 @@ def test_sampler_and_trainer_agree_on_every_token(tmp_path: Path, adding_model: 
 
 
 @pytest.mark.usefixtures("always_short")
+@pytest.mark.full
 def test_without_its_contexts_they_would_not(
     tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

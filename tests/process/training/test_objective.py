@@ -226,6 +226,7 @@ def test_the_value_head_leaves_the_policy_s_gradient_alone_and_its_clipping_too(
         assert torch.equal(weight, found[0.0][name]) == ("value_head" not in name), name
 
 
+@pytest.mark.full
 def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(tmp_path: Path, adding_model: str) -> None:
     # Without the value loss, whose gradient does not reach the model by design.
     changes = {
@@ -273,6 +274,7 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", [full("group"), "hybrid"])
+@pytest.mark.full
 def test_splitting_an_update_into_micro_batches_changes_nothing(tmp_path: Path, adding_model: str, mode: str) -> None:
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

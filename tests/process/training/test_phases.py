@@ -133,6 +133,7 @@ def test_an_engine_that_sleeps_takes_no_memory_of_a_phase(monkeypatch: pytest.Mo
     assert peaks == {"sync": 73, "rollout": 74, "loss": 11}
 
 
+@pytest.mark.full
 def test_decisions_and_phases_of_a_run_are_written(tmp_path: Path, adding_model: str) -> None:
     with make_trainer(
         tmp_path, adding_model, peft_config=LORA, schema_mask="syntax", schema_mask_min_prob=0.0

@@ -88,6 +88,7 @@ def push(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> Any:
         yield run_push(hub, tmp_path_factory.mktemp("push") / "sums", adding_model)
 
 
+@pytest.mark.full
 def test_the_policy_its_template_and_its_card_are_pushed_and_so_is_the_last_checkpoint(push: Push) -> None:
     assert POLICY | {"curves.png", "mcp_grpo.json"} <= push.files.keys()
     assert {
@@ -98,6 +99,7 @@ def test_the_policy_its_template_and_its_card_are_pushed_and_so_is_the_last_chec
     assert push.hub.tokens == {f"Bearer {CANARIES['CANARY_TOKEN']}"}
 
 
+@pytest.mark.full
 def test_nothing_private_is_pushed(push: Push) -> None:
     recorded = (push.folder / "calls.jsonl").read_text().splitlines()
     assert len(recorded) > 2
@@ -117,6 +119,7 @@ def test_nothing_private_is_pushed(push: Push) -> None:
     assert not any("ref" in Path(name).parts or name.endswith(".parquet") for name in push.files)
 
 
+@pytest.mark.full
 def test_no_secret_is_in_any_file_upload_or_log_or_on_the_screen(push: Push) -> None:
     # Every kind of secret, each of which a server puts into the description of its tool and into its error output.
     mine = {
@@ -132,6 +135,7 @@ def test_no_secret_is_in_any_file_upload_or_log_or_on_the_screen(push: Push) -> 
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra `tracking`")
+@pytest.mark.full
 def test_figures_and_tables_in_trackio_stay_on_this_machine(push: Push) -> None:
     # `trackio.sync` fails in that process: a push that called it would not have got here.
     assert (push.folder / "trackio" / "sums.db").is_file()
@@ -139,6 +143,7 @@ def test_figures_and_tables_in_trackio_stay_on_this_machine(push: Push) -> None:
     assert b"trackio" not in push.files["README.md"]
 
 
+@pytest.mark.full
 def test_the_output_folder_keeps_what_was_not_pushed(push: Push) -> None:
     names = {file.name for file in push.folder.iterdir()}
     assert {"calls.jsonl", "notes.txt", "value_head.safetensors", "completions"} <= names
@@ -147,6 +152,7 @@ def test_the_output_folder_keeps_what_was_not_pushed(push: Push) -> None:
     assert base == push.model  # or it could not be loaded where it was trained
 
 
+@pytest.mark.full
 def test_every_pushed_tokenizer_has_the_template_of_training(push: Push) -> None:
     saved = (push.folder / "chat_template.jinja").read_bytes()
     stock = AutoTokenizer.from_pretrained(push.model).chat_template
@@ -154,6 +160,7 @@ def test_every_pushed_tokenizer_has_the_template_of_training(push: Push) -> None
     assert push.files["chat_template.jinja"] == push.files["last-checkpoint/chat_template.jinja"] == saved
 
 
+@pytest.mark.full
 def test_the_card_says_what_the_policy_was_trained_on_and_with_what_outcome(push: Push) -> None:
     card = push.files["README.md"].decode()
     facts = json.loads(push.files["mcp_grpo.json"])

@@ -115,6 +115,7 @@ def test_without_it_nothing_is_written(tmp_path: Path, adding_model: str) -> Non
     assert not (tmp_path / FOLDER).exists()
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_to_is_said_once_and_training_goes_on(
     tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:

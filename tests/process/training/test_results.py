@@ -34,6 +34,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SOLUTION = {"steps": [{"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}], "final": "5"}
 
 
+@pytest.mark.full
 def test_the_card_has_success_before_and_after_with_intervals_and_what_others_score(
     tmp_path: Path, adding_model: str
 ) -> None:

@@ -87,6 +87,7 @@ def weights(trainer: MCPGRPOTrainer) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_lost_a_part_is_passed_over_and_the_run_says_so(
     reusing_run: MCPGRPOTrainer, tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_checkpoint_that_lost_a_part_is_passed_over_and_the_run_says_so(
     assert f"goes on from {str(tmp_path / 'run' / 'checkpoint-1')!r}" in caplog.text
 
 
+@pytest.mark.full
 def test_a_run_that_dies_while_it_saves_leaves_no_checkpoint_of_that_step(tmp_path: Path, adding_model: str) -> None:
     class Dying(OneByOne):
         def _save_rng_state(self, output_dir: str) -> None:

@@ -200,6 +200,7 @@ def test_rollouts_at_the_same_time_share_the_places_they_are_given() -> None:
 
 @pytest.mark.parametrize("kind", ["wait", full("muse")], ids=["in a tool call", "while it is sampled"])
 @pytest.mark.parametrize("isolation", ["shared", full("meta")])
+@pytest.mark.full
 def test_trajectories_that_run_out_of_time_are_left_out_and_the_next_batch_is_fine(kind: str, isolation: str) -> None:
     progress = RolloutProgress()
     with opened(isolation=isolation) as engine:

@@ -282,6 +282,7 @@ def test_a_run_whose_servers_break_stops_and_says_what_broke(tmp_path: Path, add
     assert "max_failed_fraction" in message
 
 
+@pytest.mark.full
 def test_what_was_learnt_is_saved_when_servers_break_later(tmp_path: Path, adding_model: str) -> None:
     class Breaking(Attempting):
         def attempt(self, tasks: Any, **kwargs: Any) -> list[Trajectory]:
@@ -367,6 +368,7 @@ def test_rolling_out_alone_does_not_train(tmp_path: Path, adding_model: str) -> 
     ],
     ids=["train", "evaluate", "roll_out"],
 )
+@pytest.mark.full
 def test_a_trainer_that_was_closed_says_so_and_still_saves(
     tmp_path: Path, adding_model: str, act: Callable[[MCPGRPOTrainer], Any]
 ) -> None:
