@@ -151,7 +151,7 @@ def _show_plan(arguments: TrainArguments, choice: Any, plan: list[Any], ledger: 
         console.print(f"  {reason}", soft_wrap=True)
     console.print(plan_table(plan, ledger))
     if arguments.minutes is not None:
-        console.print(f"Training ends earlier where all would else take more than {arguments.minutes:g} minutes.")
+        console.print(f"Training ends early enough that all takes about {arguments.minutes:g} minutes at most.")
     console.print("Times are rough, and for tools that answer at once. The same command goes on where it stopped.")
 
 

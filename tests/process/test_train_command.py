@@ -109,7 +109,7 @@ def test_one_command_trains_in_an_environment(tmp_path: Path, capsys: pytest.Cap
     assert main(["train", *where, *more, "--model", str(WARM_START), "--steps", "2", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "on Quickstart, in " in said
-    assert "Training ends earlier where all would else take more than 0.01 minutes." in said
+    assert "Training ends early enough that all takes about 0.01 minutes at most." in said
     assert re.search(
         r"^1 of 2 steps, as the 0.01 minutes are nearly over; the policy of step 1, .*, is kept.", said, re.MULTILINE
     )
