@@ -23,7 +23,7 @@ from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor import Subject, examine
 from mcp_grpo.errors import HealthError, SettingsError
 from mcp_grpo.evaluation import Evaluation, compare, comparison_table
-from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrainingProgress
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrainingProgress, learning_sentence
 from mcp_grpo.monitor.run_page import write_page
 from mcp_grpo.policy_evaluation import baselines, evaluate, read_evaluation
 from mcp_grpo.publishing import newest_checkpoint, serve_command
@@ -214,7 +214,10 @@ class Stages:
         if deadline.is_reached:
             steps += f" of {trainer.state.max_steps}"
             why = f", as the {self._arguments.minutes:g} minutes are nearly over"
-        return f"{steps} steps{why}; the policy of step {trainer.kept_step}, {how}, is kept."
+        kept = f"{steps} steps{why}; the policy of step {trainer.kept_step}, {how}, is kept."
+        evaluations = trainer.evaluations
+        is_known = bool(evaluations) and evaluations[0].step == 0
+        return f"{kept} {learning_sentence(evaluations, trainer.kept_step)}" if is_known else kept
 
     def after(self) -> str:
         """Attempt the tasks to judge by again, and measure what to compare with."""

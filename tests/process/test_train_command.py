@@ -67,6 +67,11 @@ def test_one_command_trains_and_shows_what_was_learnt(place: Path, capsys: pytes
     said = capsys.readouterr().out
     assert [name for name in STAGES if re.search(rf"^\[\d/7\] {name}$", said, re.MULTILINE)] == list(STAGES)
     assert "Success before training" in said
+    assert re.search(
+        r"^2 steps; the policy of step \d, .*, is kept\. .*from before training to step \d, the reward",
+        said,
+        re.MULTILINE,
+    )
     assert "doing nothing 0.0%, scripted solutions 100.0%" in said
     assert f"--lora-modules whole={out}" in said
     assert f"mcp-grpo chat --adapter {out}" in said
