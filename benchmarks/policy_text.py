@@ -49,6 +49,8 @@ TEXTS: Mapping[str, str] = {
     "nested JSON": '{"a":',
     "nested rankings": '{"ranking": ',
     "escapes": "\\u00e4",
+    "quotation marks": '"',
+    "escaped quotation marks": '\\"',
     "boxes": "\\boxed{",
     "no data": "no data ",
     "accents": "e\u0301",

@@ -33,7 +33,9 @@ from mcp_grpo.types import Message, ToolCall
 NUM_PROMPTS, NUM_SUFFIXES = 256, 1024  # that are kept as tokens
 NUM_BEGUN = 32  # tokens at the end of a prompt, among which the policy's turn begins
 NUM_QUOTED = 24  # characters of a call that cannot be read, around the place where it goes wrong
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_QUOTED = re.compile(
+    r'"(?:[^"\\]|\\.?)*("?)', re.DOTALL
+)  # to the end where it is not closed, so that all is read once
 _PLAIN = {"role", "name", "content"}  # all that most messages have
 
 # More than any tokenizer puts into one token of ordinary text.
@@ -505,7 +507,7 @@ def _why_unread(error: BaseException) -> str:
         cause = cause.__cause__
     if cause is None:
         return next(iter(str(error).splitlines()), "it is not in the required format").rstrip(".")
-    signs = Counter(_QUOTED.sub("", cause.doc))
+    signs = Counter(_QUOTED.sub(lambda found: "" if found[1] else '"', cause.doc))
     if signs['"']:
         return "a quotation mark is missing in its JSON"
     for first, last in ("{}", "[]"):
