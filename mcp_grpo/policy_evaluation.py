@@ -42,7 +42,7 @@ from mcp_grpo.types import Task, Trajectory
 
 ATTEMPTS_FILE, EVALUATION_FILE, REPORT_FILE = "attempts.jsonl", "evaluation.json", "report.md"
 CHUNK = 64  # attempts of a local model that are rolled out, and kept, together
-CHUNK_OF_VLLM = 256  # each waits for its slowest attempt, while vLLM has little to do
+CHUNK_OF_VLLM = 128  # each waits for its slowest attempt, while vLLM has little to do
 MAX_COMPLETION_LENGTH = 4096  # tokens of an attempt, tool results included, unless told
 
 Success = Callable[[Trajectory], bool]

@@ -79,7 +79,7 @@ class TrainArguments:
                 raise SettingsError(f"`{flag(name)}` must be at least 1, got {value}.")
         for name in ("learning_rate", "minutes"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # also not a number
                 raise SettingsError(f"`{flag(name)}` must be above 0, got {value}.")
         if self.eval_temperature is not None and self.eval_temperature < 0:
             raise SettingsError(f"`--eval-temperature` must be at least 0, got {self.eval_temperature}.")

@@ -11,8 +11,8 @@ class Deadline(TrainerCallback):
     """
     Ends training early enough that what follows it is done by a given time, with an evaluation and a checkpoint of the last policy.
 
-    At least one step is taken. What is still to come of training, a step and its evaluation, is taken to be as long as the two longest
-    so far.
+    At least one step is taken. What is still to come of training, a step and its evaluation, is taken to last twice as long as the
+    longest step so far.
 
     Args:
         end (`float`):

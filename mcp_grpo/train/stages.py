@@ -197,6 +197,7 @@ class Stages:
         """Train, from the last checkpoint if there is one, and keep the best policy."""
         trainer = self._open()
         checkpoint, _ = newest_checkpoint(self._folder)
+        trainer.args.eval_on_start &= checkpoint is None  # a run that goes on was judged when it began
         stopped, deadline = "", Deadline(self._end, self._ledger.seconds("before"))
         trainer.add_callback(deadline)
         try:

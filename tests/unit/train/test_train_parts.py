@@ -173,6 +173,7 @@ def test_what_a_stage_wrote_down_is_there_for_the_next_process(told: dict[str, A
         ({"eval_temperature": -0.5}, "`--eval-temperature` must be at least 0, got -0.5"),
         ({"learning_rate": -1.0}, "`--learning-rate` must be above 0"),
         ({"minutes": 0}, "`--minutes` must be above 0, got 0"),
+        ({"minutes": float("nan")}, "`--minutes` must be above 0, got nan"),
         ({"servers": None}, "Name the servers that the tasks are for"),
         ({"tasks": None, "eval_tasks": "held.jsonl"}, "`--eval-tasks` are of no use without `--tasks`"),
         ({"environment": "workbench"}, "has its own servers and tasks: leave `--servers` and `--tasks` out"),
