@@ -84,16 +84,17 @@ class GatedGenerator:
 
     def _wait_for_turns(self) -> None:
         self._change.wait_for(lambda: self._is_lost or not self._num_turns, timeout=self._longest)
+        if not self._num_turns:
+            return
         if self._is_lost:
             raise SamplerError(
                 f"The thread that sampled for the rollouts under way has failed: {self._failure!r}. Resume from the last checkpoint."
             ) from self._failure
-        if self._num_turns:
-            raise SamplerError(
-                f"New weights have waited {self._longest:.0f} seconds for turns that are being sampled ({self._num_turns} by now), "
-                f"{END_TIME:.0f} more than `trajectory_timeout`: what samples them hangs. Look at vLLM's own output and at its "
-                "GPU, and resume from the last checkpoint."
-            )
+        raise SamplerError(
+            f"New weights have waited {self._longest:.0f} seconds for turns that are being sampled ({self._num_turns} by now), "
+            f"{END_TIME:.0f} more than `trajectory_timeout`: what samples them hangs. Look at vLLM's own output and at its "
+            "GPU, and resume from the last checkpoint."
+        )
 
     @property
     def _is_lost(self) -> bool:

@@ -26,6 +26,7 @@ class Slow:
         self.under_way: list[int] = []
         self.may_end = threading.Event()
         self.breaks = threading.Event()
+        self.is_served = threading.Event()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         self.under_way.append(prompt_ids[0])
@@ -34,6 +35,7 @@ class Slow:
         return Generation(token_ids=(prompt_ids[0],), logprobs=(0.0,), finish_reason="stop")
 
     def serve(self, until: Future[Any]) -> None:
+        self.is_served.set()
         while not until.done():
             if self.breaks.wait(0.005):
                 raise RuntimeError("device lost")
@@ -170,7 +172,7 @@ def test_a_thread_that_fails_is_of_no_account_while_another_serves_the_turns(por
     wait_for(lambda: slow.under_way == [1])
     serving = threading.Thread(target=gate.serve, args=[turn])
     serving.start()
-    wait_for(lambda: gate._num_serving == 1)
+    assert slow.is_served.wait(20)
     broken = Slow()
     broken.breaks.set()
     gate._generator = broken
