@@ -97,6 +97,7 @@ async def test_a_real_process_answers_every_tool(market: Market) -> None:
     assert splits[0]["date"] == market.splits(split.symbol)[0].date
 
 
+@pytest.mark.full
 async def test_the_seed_chooses_the_world() -> None:
     async with ToolPool([process("--seed", "3")]) as pool:
         profile = await ask(pool, "getCompanyProfile", symbol="VLTA")

@@ -142,6 +142,7 @@ async def test_errors_of_the_code_are_its_own_lines_and_the_error(pool: ToolPool
         assert "characters; 100,000 are the limit" in await fail(lease, "#" * 100_001)
 
 
+@pytest.mark.full
 async def test_output_is_cut_in_its_middle() -> None:
     async with leases("--max-output", "200") as (lease,):
         text = await say(lease, "for i in range(10**5): print(i)")
@@ -164,6 +165,7 @@ async def test_what_a_trajectory_did_stays_and_others_do_not_see_it(pool: ToolPo
         assert await say(first, "math.sqrt(x * 5), open('f').read()") == "(5.0, 'hello')"
 
 
+@pytest.mark.full
 async def test_calls_without_a_trajectory_share_one_state_until_it_is_reset() -> None:
     async with ToolPool([config(isolation="shared", reset_tool=None)]) as pool:
         await say(pool, "x = 5")

@@ -180,6 +180,7 @@ class TestWriting:
             assert [message["text"] for message in seen[:1]] == ["yours"]
             assert "mine" not in {message["text"] for message in seen}
 
+    @pytest.mark.full
     async def test_a_reset_makes_the_workspace_as_new(self) -> None:
         # A trajectory that the server is not told of.
         alone = config(isolation="exclusive", reset_tool=None, pool_size=1, spares=0)

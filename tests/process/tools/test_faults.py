@@ -110,6 +110,7 @@ async def test_a_call_comes_back_typed_and_in_time_the_pool_recovers_and_nothing
     assert max(seconds for _, seconds in results.values()) < DEADLINE + GRACE
 
 
+@pytest.mark.full
 async def test_calls_in_flight_come_back_when_their_process_is_killed_at_any_time(rogue: Rogue) -> None:
     """kill -9 at random moments, while forty trajectories call: no call is lost, mixed up or late."""
     chance = random.Random(0)

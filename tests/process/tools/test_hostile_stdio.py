@@ -52,6 +52,7 @@ async def median_call(pool: ToolPool, seconds: float) -> float:
     "how",
     ["lines", "empty lines", "objects", "logs", "replies", "notes", "pings", "unread pings", "long line", "stderr"],
 )
+@pytest.mark.full
 async def test_a_flood_holds_up_nobody_and_is_not_kept(how: str, rogue: Rogue) -> None:
     process, before = psutil.Process(), psutil.Process().memory_info().rss
     async with ToolPool([hostile(call_timeout=2.0), rogue()]) as pool, longest_stall() as stall:

@@ -207,6 +207,7 @@ async def test_a_server_that_forgot_the_session_is_given_a_new_one(lost: tuple[i
     assert (result.kind, result.text) == (ResultKind.OK, "hello")
 
 
+@pytest.mark.full
 async def test_a_server_that_takes_no_more_connections_still_answers_what_it_was_asked() -> None:
     asked, release = threading.Semaphore(0), threading.Event()
 

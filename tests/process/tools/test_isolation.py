@@ -63,6 +63,7 @@ class TestShared:
             await until(lambda: live(pool) == 2)
         assert pool._servers["rogue"].num_starts == 3
 
+    @pytest.mark.full
     async def test_waiting_for_a_place_does_not_count_against_the_deadline(self, rogue: Rogue) -> None:
         config = rogue(call_timeout=1.0, max_inflight=1, read_only_tools=("mute", "echo"))
         async with ToolPool([config]) as pool, pool.lease(TASK) as lease:
@@ -146,6 +147,7 @@ class TestExclusive:
         assert "what it did there is lost" in results[1].text
         assert "exit code is 3" in results[1].text
 
+    @pytest.mark.full
     async def test_calls_that_wait_for_a_place_do_not_hang_when_the_process_goes(self, rogue: Rogue) -> None:
         config = rogue(isolation="exclusive", max_inflight=1, read_only_tools=("exit", "echo"))
         async with ToolPool([config]) as pool, pool.lease(TASK) as lease:
@@ -186,6 +188,7 @@ class TestExclusive:
                 async with pool.lease(TASK):
                     pass
 
+    @pytest.mark.full
     async def test_trajectories_that_call_nothing_say_nothing_about_the_server(self, rogue: Rogue) -> None:
         async with ToolPool([rogue(isolation="exclusive", pool_size=2)]) as pool:
             for _ in range(10):
@@ -222,6 +225,7 @@ class TestExclusive:
                     await lease.call(call(name))
         assert pids[0] != pids[1]
 
+    @pytest.mark.full
     async def test_trajectories_that_need_two_servers_do_not_wait_for_each_other(self, rogue: Rogue) -> None:
         configs = [rogue(name=name, isolation="exclusive", pool_size=1, spares=0) for name in ("one", "two")]
 

@@ -81,6 +81,7 @@ def test_servers_and_what_they_started_end_with_a_process_that_ends_by(how: str)
     assert "Warning" not in errors
 
 
+@pytest.mark.full
 def test_a_forked_child_that_lives_on_does_not_keep_the_servers_alive() -> None:
     with pool_user("fork") as (user, started):
         (forked,) = (p for p in started if p.ppid() == user.pid and p.cmdline()[-1] == "fork")
@@ -88,6 +89,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_servers_alive() -> None:
         assert eventually(lambda: [p for p in started if is_there(p)] == [forked]), started
 
 
+@pytest.mark.full
 def test_a_watchdog_that_was_killed_is_replaced_and_told_what_the_first_one_knew() -> None:
     with pool_user("restart") as (user, started):
         assert len(started) == 9  # two servers, their guards, what they started, and one watchdog

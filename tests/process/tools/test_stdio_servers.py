@@ -96,6 +96,7 @@ async def test_what_a_server_sends_is_a_result_and_the_session_lives(
     assert words in result.text
 
 
+@pytest.mark.full
 async def test_a_line_that_never_ends_fails_its_call_only_once_it_is_too_long(rogue: Rogue) -> None:
     async with ToolPool([rogue()]) as pool:
         result = await pool.call(call("endless"))
@@ -175,6 +176,7 @@ async def test_a_server_that_stops_reading_is_replaced_and_holds_up_nothing(rogu
         assert (await pool.call(call("echo", text="hi"))).text == "hi"
 
 
+@pytest.mark.full
 async def test_a_server_that_answers_nothing_any_more_is_replaced(rogue: Rogue) -> None:
     async with ToolPool([rogue(call_timeout=0.7)]) as pool:
         kinds = [(await pool.call(call(name))).kind for name in ("stop_reading", "echo", "echo", "echo")]

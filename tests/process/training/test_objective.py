@@ -165,6 +165,7 @@ def test_each_turn_has_an_advantage_of_its_own(
         torch.testing.assert_close(last * batch["advantage_scale"], batch["turn_rewards"][:, 1])
 
 
+@pytest.mark.full
 def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: str) -> None:
     with make_trainer(tmp_path, adding_model, reward=[faulty_turns, exact_answer], max_steps=1) as trainer:
         trainer.train()
@@ -172,6 +173,7 @@ def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: s
     assert entry["rewards/faulty_turns/mean"] == pytest.approx(entry["rewards/exact_answer/mean"] + 0.25)
 
 
+@pytest.mark.full
 def test_a_list_of_rewards_must_have_one_for_each_turn(tmp_path: Path, adding_model: str) -> None:
     def wrong(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:
         return [[0.0] * 5 for _ in trajectory]
@@ -465,6 +467,7 @@ def test_masked_tokens_keep_their_kl_term_also_with_log_probabilities_of_the_tra
     assert math.isfinite(steps(trainer)[0]["loss"])
 
 
+@pytest.mark.full
 def test_groups_that_all_did_the_same_do_not_blow_up_what_values_say(
     tmp_path: Path, adding_model: str, settled: list[Settled]
 ) -> None:

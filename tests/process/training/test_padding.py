@@ -319,6 +319,7 @@ TASKS = [*ROWS[:2], *({**row, "prompt": "What is the sum of two and three? " * 4
     ],
     ids=["dapo", "grpo with values", "two batches"],
 )
+@pytest.mark.full
 def test_an_update_is_the_same_whichever_rows_share_a_pass(
     tmp_path: Path, adding_model: str, changes: dict[str, Any]
 ) -> None:

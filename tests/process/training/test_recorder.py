@@ -109,6 +109,7 @@ def test_a_new_run_starts_anew_and_a_resumed_one_goes_on(tmp_path: Path, adding_
     assert (tmp_path / FOLDER / "step-000000-rank-0.parquet").read_bytes() == first["step-000000-rank-0.parquet"]
 
 
+@pytest.mark.full
 def test_without_it_nothing_is_written(tmp_path: Path, adding_model: str) -> None:
     with make_trainer(tmp_path, adding_model, max_steps=1, record_trajectories=False) as trainer:
         trainer.train()

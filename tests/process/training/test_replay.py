@@ -115,6 +115,7 @@ def test_what_counts_as_solved_is_what_the_trainer_was_told(tmp_path: Path, addi
     assert watching.logs[0]["reward"] == 0
 
 
+@pytest.mark.full
 def test_it_is_off_unless_asked_for(tmp_path: Path, adding_model: str) -> None:
     _, watching = run(tmp_path, adding_model, replay_solutions=False)
     assert not any(t.is_scripted for t in watching.batches[0])
@@ -173,6 +174,7 @@ class Gradients(TrainerCallback):
     ("old_logps", "num_iterations"),
     [("sampler", 1), ("trainer", 1), full("sampler", 2), full("trainer", 2)],
 )
+@pytest.mark.full
 def test_the_gradient_is_the_advantage_times_that_of_the_log_probability(
     tmp_path: Path, adding_model: str, old_logps: str, num_iterations: int
 ) -> None:

@@ -186,6 +186,7 @@ def test_under_a_constraint_every_call_is_valid_and_what_it_forced_is_masked(
     assert logged["align/score"] == 1
 
 
+@pytest.mark.full
 def test_sampling_is_free_unless_a_constraint_is_asked_for(tmp_path: Path, adding_model: str) -> None:
     with trainer(tmp_path, adding_model, schema_mask="grammar") as spy:
         spy.train()
@@ -193,6 +194,7 @@ def test_sampling_is_free_unless_a_constraint_is_asked_for(tmp_path: Path, addin
     assert all(segment.allowed_logprobs is None for attempt in spy._batch.trajectories for segment in attempt.segments)
 
 
+@pytest.mark.full
 def test_the_floor_fires_on_a_short_call_and_is_logged(tmp_path: Path, adding_model: str) -> None:
     settings = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.95}
     with trainer(tmp_path, adding_model, **settings) as spy:

@@ -44,6 +44,7 @@ def without_trackio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_trackio")
+@pytest.mark.full
 def test_with_nothing_configured_every_figure_is_in_a_file_and_a_rollout_s_before_its_step(
     tmp_path: Path, adding_model: str
 ) -> None:

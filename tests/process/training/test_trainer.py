@@ -380,6 +380,7 @@ def test_a_trainer_that_was_closed_says_so_and_still_saves(
     assert (tmp_path / "saved" / "README.md").exists()
 
 
+@pytest.mark.full
 def test_a_bad_row_of_a_stream_is_refused_when_it_comes(tmp_path: Path, adding_model: str) -> None:
     rows = Dataset.from_list([{**ROWS[0], "tools": None}, {**ROWS[1], "tools": ["ad"]}]).to_iterable_dataset()
     settings = config(tmp_path, shuffle_dataset=False, accelerator_config={"dispatch_batches": False})
