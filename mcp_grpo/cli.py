@@ -19,6 +19,7 @@ from mcp_grpo.train.arguments import read_arguments as read_train_arguments
 
 
 MAX_SHOWN = 20  # problems of one kind
+MAX_TOKENS = 4096  # of an attempt, or of a turn at an endpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +201,9 @@ def _add_attempts(parser: argparse.ArgumentParser) -> None:
     """Add how tasks are attempted, and where the results go."""
     parser.add_argument("-k", type=int, default=1, help="attempts at each task (default: %(default)s)")
     parser.add_argument("--number", type=int, help="only this many of the tasks")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens per attempt, or per turn at an endpoint")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="tokens per attempt, or per turn at an endpoint"
+    )
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM in process")
     parser.add_argument(
         "--prices", type=float, nargs=2, metavar=("READ", "WRITTEN"), help="prices of a million tokens"
@@ -232,7 +235,7 @@ def _add_bench(commands: Any) -> None:
     )
     _add_attempts(bench)
     bench.add_argument("--max-turns", type=int, help="turns per attempt (default: what the environment says)")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, max_tokens=None)
 
 
 def _desk() -> Any:
@@ -532,15 +535,19 @@ def _bench(arguments: argparse.Namespace) -> int:
     from mcp_grpo.environments import load_environment
     from mcp_grpo.evaluation.trackers import check_trackers
     from mcp_grpo.policy_evaluation import write_report
+    from mcp_grpo.train.settings import show_results
 
     named = arguments.policy
     if named is not None and named not in SCRIPTED:
         setattr(arguments, "endpoint" if "://" in named else "model", named)
     environment = load_environment(arguments.environment, arguments.data, **dict(arguments.option))
     arguments.max_turns = arguments.max_turns or environment.max_turns
+    has_own_limit, arguments.max_tokens = arguments.max_tokens is not None, arguments.max_tokens or MAX_TOKENS
     settings = _attempt_settings(arguments)
     if arguments.model is not None:
         settings["max_result_tokens"] = environment.max_result_tokens
+    if arguments.model is not None and environment.max_result_tokens is not None and not has_own_limit:
+        show_results(settings, environment.max_result_tokens, None)  # as in training
     policy = SCRIPTED[named] if named in SCRIPTED else _policy(arguments)
     name = arguments.name or arguments.model or named
     found = bench(

@@ -289,6 +289,23 @@ def test_a_dry_run_in_an_environment_has_its_settings(tmp_path: Path, capsys: py
     assert world.attempt(Path("out")) == f"mcp-grpo bench {name} --split test --policy out --out out/bench"
 
 
+@pytest.mark.parametrize(("more", "length"), [([], 7500), (["--max-tokens", "2000"], 2000)])
+def test_a_policy_is_tried_in_an_environment_with_the_limits_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], length: int
+) -> None:
+    given: dict[str, Any] = {}
+
+    def bench(*args: Any, **settings: Any) -> Any:
+        given.update(settings)
+        raise SettingsError("enough")
+
+    monkeypatch.setattr("mcp_grpo.bench.bench", bench)
+    policy = ["--policy", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["bench", f"{__name__}:make_environment", *policy, *more]) == 1
+    shown = ("max_turns", "max_result_tokens", "max_completion_length")
+    assert [given[name] for name in shown] == [17, 3000, length]
+
+
 def make_odd_environment(**options: str) -> Environment:
     rows = [
         {**row, "solution": SCRIPT, "grounded": False, "template": {"of": number}}
