@@ -1,12 +1,11 @@
 """Many trajectories at once, each its own coroutine, driven from synchronous code."""
 
-import gc
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -18,6 +17,7 @@ from anyio.from_thread import start_blocking_portal
 
 from mcp_grpo.errors import CatalogError, RolloutError
 from mcp_grpo.masking.grammar import TurnGrammars
+from mcp_grpo.rollout.garbage import GARBAGE
 from mcp_grpo.rollout.loop import Limits, derived_seed, roll_out
 from mcp_grpo.rollout.progress import RolloutProgress
 from mcp_grpo.rollout.renderer import Renderer
@@ -29,9 +29,6 @@ from mcp_grpo.types import Task, ToolCall, ToolResult, Trajectory
 
 
 logger = logging.getLogger(__name__)
-
-LOOK_EVERY = 60.0  # seconds between looks for garbage among all objects, which take up to a second
-_last_look = float("-inf")
 
 T = TypeVar("T")
 
@@ -288,7 +285,7 @@ class RolloutEngine:
 
     def serve(self, generator: Generator, until: Future[Any]) -> None:
         """Sample on this thread for what was started."""
-        with _watching_only_new_objects():
+        with GARBAGE.only_new_objects():
             generator.serve(until=until)
 
 
@@ -310,23 +307,6 @@ def room_problem(length: int, limits: Limits) -> tuple[str, bool]:
         f"`max_completion_length` of {limits.max_completion_length}. {advice}, or lower `max_completion_length`.",
         False,
     )
-
-
-@contextmanager
-def _watching_only_new_objects() -> Iterator[None]:
-    """Look for garbage only among what is made meanwhile: to look through all of torch and a model takes a second each time."""
-    if gc.get_freeze_count():  # somebody else does so, with what they know
-        yield
-        return
-    global _last_look
-    if time.monotonic() - _last_look > LOOK_EVERY:  # old garbage is found at no other time
-        gc.collect()
-        _last_look = time.monotonic()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _cancel(futures: set[Future[Any]]) -> None:

@@ -31,6 +31,8 @@ from mcp_grpo.trl_compat import VLLMGeneration, engine_arguments
 WeightSync = Literal["auto", "merge", "adapter"]
 APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Variable of vLLM that gives an engine a process of its own."""
+MAX_FINE_SIZE = 512
+"""Requests for which every few have a CUDA graph of their own, as with vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +162,8 @@ class VLLMBackend(VLLMGeneration):
             }
         if self._is_apart:
             arguments |= {"distributed_executor_backend": "uni"}  # TRL's is for this process
-        sleeps, is_cpu = self.enable_sleep_mode, self.accelerator.device.type == "cpu"
-        if is_cpu:
-            arguments |= self._cpu_arguments()
+        sleeps = self.enable_sleep_mode
+        arguments |= self._cpu_arguments() if self.accelerator.device.type == "cpu" else self._gpu_arguments()
         if self.sends_adapters and sleeps:
             # TRL would drop the weights now, but those below the adapter are not sent again.
             arguments |= {"enable_sleep_mode": True}
@@ -181,6 +182,13 @@ class VLLMBackend(VLLMGeneration):
         if self.sends_adapters and sleeps:
             self.enable_sleep_mode = True
             self.sleep()
+
+    def _gpu_arguments(self) -> dict[str, Any]:
+        # vLLM's own largest graph has 512 tokens, or twice `max_num_seqs`. A tool's result has more, and a step beyond launches
+        # every kernel by itself, which takes longer than they run.
+        sizes = graph_sizes(self._settings.engine.get("max_num_seqs", self.max_num_seqs) or MAX_FINE_SIZE)
+        # All requests have the adapter, so that graphs without it are not needed.
+        return {"compilation_config": {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}}
 
     def _cpu_arguments(self) -> dict[str, Any]:
         context = self.max_model_length or self._policy.config.get_text_config().max_position_embeddings
@@ -275,6 +283,20 @@ class VLLMBackend(VLLMGeneration):
         folder = self._folder / f"version-{self._version}"
         self.bytes_sent = save_adapter(self._policy, folder, self._dist.gather_params, is_writer=is_writer)
         return folder
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """
+    Return numbers of tokens that vLLM captures CUDA graphs for; a step of fewer is filled up to the next.
+
+    Args:
+        max_num_seqs (`int`):
+            Requests that are sampled at a time. As many tokens make a step without new prompts.
+    """
+    fine = min(max_num_seqs, MAX_FINE_SIZE)
+    sizes = {1, 2, 4, *range(8, min(fine, 256) + 1, 8), *range(256, fine + 1, 16), fine}
+    sizes |= {96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)}
+    return sorted(sizes)  # vLLM leaves out those of more tokens than its steps may have
 
 
 def chosen_weight_sync(weight_sync: WeightSync, policy: Any, mode: str) -> str:

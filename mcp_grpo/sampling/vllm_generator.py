@@ -255,6 +255,7 @@ def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
         stop_token_ids=end_of_turn_ids,
         ignore_eos=True,  # only the tokens above end a turn, whatever the checkpoint says
         logprobs=0,
+        flat_logprobs=True,  # numbers in a list, not two objects for each token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if constraint is None else StructuredOutputsParams(grammar=constraint.text),
@@ -262,10 +263,14 @@ def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
     )
 
 
-def _sampled_logprobs(token_ids: Sequence[int], logprobs: Sequence[Any], sampling: Sampling) -> tuple[float, ...]:
+def _sampled_logprobs(token_ids: Sequence[int], flat: Any, sampling: Sampling) -> tuple[float, ...]:
     if sampling.temperature == 0:  # the most likely token is certain
         return (0.0,) * len(token_ids)
-    return tuple(row[token].logprob for token, row in zip(token_ids, logprobs, strict=True))
+    if list(token_ids) != flat.token_ids:
+        raise SamplerError(
+            "vLLM returned log-probabilities of other tokens than it sampled. Please report this to mcp_grpo."
+        )
+    return tuple(flat.logprobs)
 
 
 def _resolve(request: _Request, result: Any) -> None:
