@@ -1,10 +1,10 @@
 """The policy as it is sampled from: which generator, with which weights."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -240,12 +240,10 @@ class VLLMSampler:
     def _scores(self) -> list[list[float]]:
         """Return what each engine or server gives to all held sequences."""
         while True:
-            scores = self.ask(self._generator, self._score_all)
+            # One at a time: vLLM fails where a step has prompts of several requests to score with an adapter.
+            scores = [self.ask(self._generator, partial(self._generator.score, ids)) for ids in self._held]
             if len({len(each) for each in scores}) == 1:  # else one was lost meanwhile
                 return [list(chain(*each)) for each in zip(*scores, strict=True)]
-
-    async def _score_all(self) -> list[list[list[float]]]:
-        return await asyncio.gather(*map(self._generator.score, self._held))
 
     @torch.no_grad()
     def _logps(self, token_ids: list[int]) -> list[float]:
