@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mcp_grpo.errors import SettingsError, TemplateError
 from mcp_grpo.masking.formats.cursor import num_shared
 from mcp_grpo.masking.vocabulary import Vocabulary
+from mcp_grpo.rollout.prompt_encoder import PromptEncoder
 from mcp_grpo.rollout.recent import Recent
 from mcp_grpo.rollout.well_formed import well_formed
 from mcp_grpo.sampling.vision import Picture, Vision
@@ -120,6 +121,7 @@ class Renderer:
         literals.sort(key=len, reverse=True)
         self._control = re.compile("(?=(" + "|".join(map(re.escape, literals)) + "))") if literals else None
         self._turn_ends: list[str] = [self.tokenizer.convert_ids_to_tokens(i) for i in self.end_of_turn_ids]
+        self._prompt_encoder = PromptEncoder(self.tokenizer, self._turn_ends)
         self._check_template()
         self.blindness: str | None = None
         """Why pictures are not shown although the policy could see them."""
@@ -132,7 +134,7 @@ class Renderer:
 
         def encode() -> tuple[int, ...]:
             text = self._render(messages, tools=tools, add_generation_prompt=True)
-            ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ids = self._prompt_encoder.encode(text)
             if self.vision is not None and not set(ids).isdisjoint(self.vision.token_ids):
                 raise TemplateError(
                     f"The prompt that begins with {text[:80]!r} has a token that stands for a picture. Only tools can show pictures to "

@@ -381,6 +381,7 @@ def test_a_run_meets_its_vllm_at_a_port_of_its_own_unless_it_was_told_where(
     backend = object.__new__(VLLMBackend)
     backend.accelerator = SimpleNamespace(distributed_type=kind, device=torch.device("cuda"))
     backend._settings, backend.weight_sync, backend.enable_sleep_mode = VLLMSettings(), "merge", False
+    backend.max_num_seqs = 8
     backend._init_vllm()
     # TRL's first choice, if it is free: runs that start at the same time would all make it.
     assert (int(seen[0] or 29500) not in (29500, 23001)) == is_own
