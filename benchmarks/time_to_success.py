@@ -2,13 +2,13 @@
 Ask how long it takes to learn the desk's tasks: with this library, and with stock TRL.
 
     python benchmarks/time_to_success.py --model FOLDER [--seeds 1 2 3] [--contenders ours trl] [--max-steps 60] [--seconds 600]
-        [--output-dir outputs/time_to_success] [--device cuda]
+        [--learning-rate 1e-4] [--output-dir outputs/time_to_success] [--device cuda]
 
 The model is one that can call tools in its chat template's own form, as `recipes/sft_warmup.py` leaves it. Both contenders train the same
 adapter with the same settings, rewards and prompts, on the same tasks and the same real servers: those families of the desk that only
 read, and whose results are short, as stock TRL has no state of a trajectory's own and no limit of a result. "trl" is
-`trl.GRPOTrainer(tools=...)` with functions that call the servers, "ours" is `MCPGRPOTrainer` with what it chooses by itself. A reward is 1
-for the right answer, and nothing else.
+`trl.GRPOTrainer(tools=...)` with functions that call the servers, "ours" is `MCPGRPOTrainer` with what it chooses by itself, and "everything"
+the same with `replay_solutions` and `max_staleness=1`. A reward is 1 for the right answer, and nothing else.
 
 A run ends after `--max-steps` updates, or `--seconds`. The table has the seconds of training until success on the training tasks, averaged
 over five updates, was as high as the worse contender ever got with that seed. Runs are processes of their own, one after another; those
@@ -40,17 +40,18 @@ from mcp_grpo.desk.servers import desk_servers
 from mcp_grpo.desk.tasks import build_tasks
 from mcp_grpo.rewards.answers import matches_answer
 from mcp_grpo.tasks import tasks_from_rows
+from mcp_grpo.types import Trajectory
 
 
-CONTENDERS = ("ours", "trl")
+CONTENDERS = ("ours", "everything", "trl")
+EXTRAS: dict[str, dict[str, Any]] = {"ours": {}, "everything": {"replay_solutions": True, "max_staleness": 1}}
 FAMILIES = ("lookup", "quarter", "arithmetic", "comparison", "search_verify", "refusal", "namesakes")
 SERVERS = ("finance", "search")
 MAX_TURNS = 8
 NUM_TASKS = 1000
-# As recipes/configs/smollm2_135m.yaml.
+# As recipes/configs/qwen2.5_coder_0.5b.yaml.
 ADAPTER = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 COMMON: dict[str, Any] = {
-    "learning_rate": 5e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 3,
     "num_generations": 8,
@@ -100,10 +101,15 @@ def _is_answered(completion: Completion, prompt: list[dict[str, Any]], wanted: s
 
 def load_tasks() -> Dataset:
     """Build the tasks, which all have the tools of the same servers."""
-    tasks = [task for task in tasks_from_rows(build_tasks("train", NUM_TASKS)) if task.metadata["family"] in FAMILIES]
-    return Dataset.from_list(
-        [{"task_id": each.task_id, "prompt": list(each.prompt), "wanted": json.dumps(each.answer)} for each in tasks]
-    )
+    tasks = build_tasks("train", NUM_TASKS).filter(lambda row: row["family"] in FAMILIES)
+    answers = [json.dumps(task.answer) for task in tasks_from_rows(tasks)]
+    return tasks.select_columns(["task_id", "prompt", "solution"]).add_column("wanted", answers)
+
+
+def is_success(trajectory: Trajectory) -> bool:
+    """Say whether a trajectory earns the reward."""
+    task = trajectory.task
+    return _is_answered(list(trajectory.messages), list(task.prompt), task.metadata["wanted"])
 
 
 class Clock(TrainerCallback):
@@ -137,14 +143,25 @@ def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict
     settings = {**COMMON, **(ON_GPU if arguments.device == "cuda" else ON_CPU)}
     folder = arguments.output_dir / f"{contender}-{seed}"
     settings |= {"output_dir": str(folder), "seed": seed, "max_steps": arguments.max_steps}
+    settings |= {"learning_rate": arguments.learning_rate}
     servers = {"mcpServers": {name: desk_servers()["mcpServers"][name] for name in SERVERS}}
     clock = Clock(arguments.seconds)
-    if contender == "ours":
+    if contender in EXTRAS:
         own = MCPGRPOConfig(
-            **settings, max_turns=MAX_TURNS, max_turn_tokens=min(512, settings["max_completion_length"])
+            **settings,
+            **EXTRAS[contender],
+            max_turns=MAX_TURNS,
+            max_turn_tokens=min(512, settings["max_completion_length"]),
         )
         with MCPGRPOTrainer(
-            str(arguments.model), answered, own, load_tasks(), servers=servers, peft_config=ADAPTER, callbacks=[clock]
+            str(arguments.model),
+            answered,
+            own,
+            load_tasks(),
+            servers=servers,
+            is_success=is_success,
+            peft_config=ADAPTER,
+            callbacks=[clock],
         ) as trainer:
             trainer.train()
         return clock.history
@@ -202,6 +219,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/time_to_success"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--train", nargs=2, metavar=("CONTENDER", "SEED"), help="only train one")
@@ -212,7 +230,7 @@ def main() -> None:
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         _result(arguments, contender, seed).write_text(json.dumps(history))
         return
-    names = ("model", "max_steps", "seconds", "output_dir", "device")
+    names = ("model", "max_steps", "seconds", "learning_rate", "output_dir", "device")
     common = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
     for seed in arguments.seeds:
         for contender in arguments.contenders:
