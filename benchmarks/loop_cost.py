@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
 from mcp_grpo.environments import function_server
-from mcp_grpo.rollout import Limits, Renderer, RolloutEngine, renderer
+from mcp_grpo.rollout import Limits, Renderer, RolloutEngine, prompt_encoder, renderer
 from mcp_grpo.sampling import Generation, Sampling
 from mcp_grpo.types import Task
 
@@ -94,7 +94,11 @@ class Books:
 @contextmanager
 def anew() -> Iterator[None]:
     """Keep no tokens, and leave Python's search for garbage as it is."""
-    with patch.object(renderer, "NUM_PROMPTS", 0), patch.object(renderer, "NUM_SUFFIXES", 0), patch("gc.freeze"):
+    sizes = ((renderer, "NUM_PROMPTS"), (renderer, "NUM_SUFFIXES"), (prompt_encoder, "NUM_HEADS"))
+    with ExitStack() as stack:
+        for module, name in sizes:
+            stack.enter_context(patch.object(module, name, 0))
+        stack.enter_context(patch("gc.freeze"))
         yield
 
 

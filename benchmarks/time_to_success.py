@@ -4,7 +4,7 @@ Ask how long it takes to learn the desk's tasks: with this library, and with sto
     python benchmarks/time_to_success.py --model FOLDER [--seeds 1 2 3] [--contenders ours trl] [--max-steps 60] [--seconds 600]
         [--learning-rate 1e-4] [--output-dir outputs/time_to_success] [--device cuda]
 
-The model is one that can call tools in its chat template's own form, as `recipes/sft_warmup.py` leaves it. Both contenders train the same
+The model is one that can call tools in its chat template's own form, as `recipes/sft_warmup.py` leaves it. All contenders train the same
 adapter with the same settings, rewards and prompts, on the same tasks and the same real servers: those families of the desk that only
 read, and whose results are short, as stock TRL has no state of a trajectory's own and no limit of a result. "trl" is
 `trl.GRPOTrainer(tools=...)` with functions that call the servers, "ours" is `MCPGRPOTrainer` with what it chooses by itself, and "everything"
@@ -84,10 +84,8 @@ ON_CPU: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "max_completion_length": 64,
 }
-SUCCESS = (
-    "solutions/solved_fraction",
-    "rewards/answered/mean",
-)  # the first that is there: rewards are also of replayed solutions
+# The first that is logged: rewards are also those of replayed solutions.
+SUCCESS = ("solutions/solved_fraction", "rewards/answered/mean")
 
 
 def answered(completions: list[Completion], prompts: list[Any], wanted: list[str], **kwargs: Any) -> list[float]:
@@ -147,8 +145,8 @@ def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict
     """Train once, and return what each step came to."""
     settings = {**COMMON, **(ON_GPU if arguments.device == "cuda" else ON_CPU)}
     folder = arguments.output_dir / f"{contender}-{seed}"
-    settings |= {"output_dir": str(folder), "seed": seed, "max_steps": arguments.max_steps}
-    settings |= {"learning_rate": arguments.learning_rate}
+    settings |= {"output_dir": str(folder), "seed": seed}
+    settings |= {"max_steps": arguments.max_steps, "learning_rate": arguments.learning_rate}
     servers = {"mcpServers": {name: desk_servers()["mcpServers"][name] for name in SERVERS}}
     clock = Clock(arguments.seconds)
     if contender in EXTRAS:

@@ -13,9 +13,7 @@ from mcp_grpo.trl_compat import calling_instead, without_checkpointing
 
 KEEP_ACTIVATIONS = True  # where they fit; `False` computes them again in every pass, as `gradient_checkpointing` says
 FILLED = 0.4  # of the memory that is free, at most, by the activations of a pass that keeps them; so that two runs on a GPU have room
-JOIN_PASSES = (
-    False  # `True` runs several small passes as one where it pays and fits; on a GPU it gained in one step of three
-)
+JOIN_PASSES = False  # `True` runs several small passes as one where it fits; one step of three gained on a GPU
 JOINED = 0.3  # of the memory that is free, at most, by a pass that several became
 # Values that a layer keeps for a token, by hidden and by inner width, two bytes each: measured on an H200 with Qwen3-0.6B, LoRA on all linear
 # layers and bf16, where passes of 13,000 to 28,000 tokens took 0.16 to 0.20 MB a token with checkpointing, and 2.2 to 2.6 without.

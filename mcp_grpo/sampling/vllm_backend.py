@@ -187,7 +187,7 @@ class VLLMBackend(VLLMGeneration):
         # vLLM's own largest graph has twice `max_num_seqs` tokens, at most 512. Results of tools have more, and a step beyond
         # launches every kernel by itself, which takes longer than they run.
         sizes = graph_sizes(self._settings.engine.get("max_num_seqs", self.max_num_seqs) or MAX_FINE_SIZE)
-        # All requests have the adapter, so that graphs without it are not needed.
+        # Where adapters are sent, every request has one, so that graphs without it are not needed.
         return {"compilation_config": {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}}
 
     def _cpu_arguments(self) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def _sampled_logprobs(token_ids: Sequence[int], flat: Any, sampling: Sampling) -
         return (0.0,) * len(token_ids)
     if list(token_ids) != flat.token_ids:
         raise SamplerError(
-            "vLLM returned log-probabilities of other tokens than it sampled. Please report this to mcp_grpo."
+            "vLLM returned log-probabilities of other tokens than it sampled. This is a bug in mcp_grpo: please report it."
         )
     return tuple(flat.logprobs)
 

@@ -1,12 +1,17 @@
 """CUDA graphs that an engine in process captures."""
 
 import bisect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from accelerate.utils import DistributedType
 
 from mcp_grpo.sampling.vllm_backend import VLLMBackend, VLLMSettings, graph_sizes
+from mcp_grpo.trl_compat import VLLMGeneration
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 64, 100, 512, 4096])
@@ -22,16 +27,37 @@ def test_every_step_finds_a_graph_that_is_not_much_larger(max_num_seqs: int) -> 
         assert sizes[bisect.bisect_left(sizes, num_tokens)] <= 1.5 * num_tokens
 
 
-class _NoEngine(VLLMBackend):
-    """A backend whose engine is not started."""
+def _arguments(monkeypatch: pytest.MonkeyPatch, device: str, engine: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what an engine is started with, which is not started."""
+    given: list[Mapping[str, Any]] = []
 
-    def __init__(self, device: str, engine: dict[str, Any]) -> None:
-        self.accelerator = SimpleNamespace(device=SimpleNamespace(type=device))
-        self.max_num_seqs = 64
-        self._settings = VLLMSettings(engine=engine)
+    @contextmanager
+    def noting(arguments: Mapping[str, Any]) -> Iterator[None]:
+        given.append(arguments)
+        yield
+
+    monkeypatch.setattr("mcp_grpo.sampling.vllm_backend.engine_arguments", noting)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda _: None)
+    backend: Any = object.__new__(VLLMBackend)
+    backend.accelerator = SimpleNamespace(distributed_type=DistributedType.NO, device=torch.device(device))
+    backend._settings, backend.weight_sync, backend.enable_sleep_mode = VLLMSettings(engine=engine), "merge", False
+    backend.max_num_seqs, backend.max_model_length = 64, 128
+    backend._init_vllm()
+    return given[0]
 
 
 @pytest.mark.parametrize(("engine", "most"), [({}, 64), ({"max_num_seqs": 160}, 160), ({"max_num_seqs": None}, 512)])
-def test_graphs_are_those_of_the_requests_at_a_time(engine: dict[str, Any], most: int) -> None:
-    given = _NoEngine("cuda", engine)._gpu_arguments()["compilation_config"]
+def test_an_engine_captures_those_of_its_requests_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], most: int
+) -> None:
+    given = _arguments(monkeypatch, "cuda", engine)["compilation_config"]
     assert given == {"cudagraph_capture_sizes": graph_sizes(most), "cudagraph_specialize_lora": False}
+
+
+def test_a_choice_of_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"cudagraph_capture_sizes": [1, 8]}
+    assert _arguments(monkeypatch, "cuda", {"compilation_config": own})["compilation_config"] == own
+
+
+def test_there_are_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compilation_config" not in _arguments(monkeypatch, "cpu", {})
