@@ -2,7 +2,7 @@
 Ask how long it takes to learn the desk's tasks: with this library, and with stock TRL.
 
     python benchmarks/time_to_success.py --model FOLDER [--seeds 1 2 3] [--contenders ours trl] [--max-steps 60] [--seconds 600]
-        [--learning-rate 1e-4] [--output-dir outputs/time_to_success] [--device cuda]
+        [--learning-rate 1e-4] [--batch-size 16] [--judge 0] [--output-dir outputs/time_to_success] [--device cuda]
 
 The model is one that can call tools in its chat template's own form, as `recipes/sft_warmup.py` leaves it. All contenders train the same
 adapter with the same settings, rewards and prompts, on the same tasks and the same real servers: those families of the desk that only
@@ -10,9 +10,10 @@ read, and whose results are short, as stock TRL has no state of a trajectory's o
 `trl.GRPOTrainer(tools=...)` with functions that call the servers, "ours" is `MCPGRPOTrainer` with what it chooses by itself, and "everything"
 the same with `replay_solutions` and `max_staleness=1`. A reward is 1 for the right answer, and nothing else.
 
-A run ends after `--max-steps` updates, or `--seconds`. The table has the seconds of training until success on the training tasks, averaged
-over five updates, was as high as the worse contender ever got with that seed. Runs are processes of their own, one after another; those
-that are finished are not repeated. On a CPU (`--device cpu`) turns are sampled by Transformers, without `max_staleness`, which only shows that
+A run ends after `--max-steps` updates, or `--seconds`; a pass has `--batch-size` rows, an update always 64. The table has the seconds of training until success on the training tasks, averaged
+over five updates, was as high as the worse contender ever got with that seed. With `--judge`, as many tasks of the same families that were
+held out are attempted twice by the model and by each policy at its end, which a second table tells. Runs are processes of their own, one
+after another; those that are finished are not repeated. On a CPU (`--device cpu`) turns are sampled by Transformers, without `max_staleness`, which only shows that
 it works.
 """
 
@@ -35,13 +36,15 @@ from rich.table import Table
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, ToolCall, ToolPool
+from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, ToolCall, ToolPool, evaluate
 from mcp_grpo.desk.reward import COMPANY_WORDS
 from mcp_grpo.desk.servers import desk_servers
 from mcp_grpo.desk.tasks import build_tasks
+from mcp_grpo.evaluation import compare
+from mcp_grpo.policy_evaluation import EVALUATION_FILE, read_evaluation
 from mcp_grpo.rewards.answers import matches_answer
 from mcp_grpo.tasks import tasks_from_rows
-from mcp_grpo.types import Trajectory
+from mcp_grpo.types import StopReason, Trajectory
 
 
 CONTENDERS = ("ours", "everything", "trl")
@@ -50,14 +53,15 @@ FAMILIES = ("lookup", "quarter", "arithmetic", "comparison", "search_verify", "r
 SERVERS = ("finance", "search")
 MAX_TURNS = 8
 NUM_TASKS = 1000
+ROWS = 64  # of an update
+ANSWERED = StopReason.ANSWERED.value
+START = "start"  # the model, where policies are judged
 # As recipes/configs/qwen2.5_coder_0.5b.yaml.
 ADAPTER = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 COMMON: dict[str, Any] = {
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 3,
     "num_generations": 8,
-    "per_device_train_batch_size": 16,
-    "gradient_accumulation_steps": 4,
     "scale_rewards": "none",
     "epsilon": 0.2,
     "epsilon_high": 0.28,
@@ -81,7 +85,6 @@ ON_GPU: dict[str, Any] = {
 ON_CPU: dict[str, Any] = {
     "bf16": False,
     "use_cpu": True,
-    "per_device_train_batch_size": 8,
     "max_completion_length": 64,
 }
 # The first that is logged: rewards are also those of replayed solutions.
@@ -101,9 +104,9 @@ def _is_answered(completion: Completion, prompt: list[dict[str, Any]], wanted: s
     return matches_answer(str(last["content"]), json.loads(wanted), question=question, words=COMPANY_WORDS)
 
 
-def load_tasks() -> Dataset:
-    """Build the tasks, which all have the tools of the same servers."""
-    tasks = build_tasks("train", NUM_TASKS).filter(lambda row: row["family"] in FAMILIES)
+def load_tasks(split: str = "train", num_tasks: int = NUM_TASKS) -> Dataset:
+    """Build tasks of a split, which all have the tools of the same servers, out of as many of all families."""
+    tasks = build_tasks(split, num_tasks).filter(lambda row: row["family"] in FAMILIES)
     answers = [json.dumps(task.answer) for task in tasks_from_rows(tasks)]
     return tasks.select_columns(["task_id", "prompt", "solution"]).add_column("wanted", answers)
 
@@ -141,13 +144,43 @@ class Clock(TrainerCallback):
         control.should_training_stop |= seconds > self.limit
 
 
-def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict[str, float]]:
-    """Train once, and return what each step came to."""
+def _servers() -> dict[str, Any]:
+    return {"mcpServers": {name: desk_servers()["mcpServers"][name] for name in SERVERS}}
+
+
+def _policy(arguments: argparse.Namespace, contender: str, seed: int) -> Path:
+    return arguments.model if contender == START else arguments.output_dir / f"{contender}-{seed}"
+
+
+def judge(arguments: argparse.Namespace, contender: str, seed: int) -> None:
+    """Attempt tasks that were held out with a policy, and keep the attempts in a folder."""
     settings = {**COMMON, **(ON_GPU if arguments.device == "cuda" else ON_CPU)}
-    folder = arguments.output_dir / f"{contender}-{seed}"
-    settings |= {"output_dir": str(folder), "seed": seed}
+    names = ("use_cpu", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length", "bf16")
+    names += ("max_completion_length", "chat_template_kwargs")
+    # As many of all families as leave those that are asked for.
+    tasks = load_tasks("validation", 2 * arguments.judge + 14)
+    tasks = tasks.select(range(min(arguments.judge, len(tasks))))
+    evaluate(
+        str(_policy(arguments, contender, seed)),
+        tasks,
+        _servers(),
+        k=2,
+        is_success=is_success,
+        output_dir=_judged(arguments, contender, seed),
+        max_turns=MAX_TURNS,
+        max_turn_tokens=min(512, settings["max_completion_length"]),
+        **{name: settings[name] for name in names if name in settings},
+    )
+
+
+def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict[str, float]]:
+    """Train once, keep the policy, and return what each step came to."""
+    settings = {**COMMON, **(ON_GPU if arguments.device == "cuda" else ON_CPU)}
+    settings |= {"output_dir": str(_policy(arguments, contender, seed)), "seed": seed}
     settings |= {"max_steps": arguments.max_steps, "learning_rate": arguments.learning_rate}
-    servers = {"mcpServers": {name: desk_servers()["mcpServers"][name] for name in SERVERS}}
+    rows = arguments.batch_size
+    settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": max(1, ROWS // rows)}
+    servers = _servers()
     clock = Clock(arguments.seconds)
     if contender in EXTRAS:
         extras = dict(EXTRAS[contender])
@@ -170,13 +203,14 @@ def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict
             callbacks=[clock],
         ) as trainer:
             trainer.train()
+            trainer.save_model()
         return clock.history
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(ToolPool(servers)) as pool:
 
         def call(name: str, given: dict[str, Any]) -> Any:
             return portal.call(pool.call, ToolCall(name=name, arguments=given))
 
-        GRPOTrainer(
+        trainer = GRPOTrainer(
             str(arguments.model),
             answered,
             GRPOConfig(**settings, max_tool_calling_iterations=MAX_TURNS - 1),
@@ -184,7 +218,9 @@ def train(arguments: argparse.Namespace, contender: str, seed: int) -> list[dict
             tools=[ServerTool(tool.schema, call) for tool in pool.catalog.tools],
             peft_config=ADAPTER,
             callbacks=[clock],
-        ).train()
+        )
+        trainer.train()
+        trainer.save_model()
     return clock.history
 
 
@@ -213,6 +249,27 @@ def report(arguments: argparse.Namespace) -> None:
     Console(width=120).print(table)
 
 
+def report_judged(arguments: argparse.Namespace) -> None:
+    """Print how each policy does with tasks that were held out, and what differs from the model that it was."""
+    start = read_evaluation(_judged(arguments, START, 0))
+    table = Table(title=f"Success in {start.num_tasks} tasks that were held out, two attempts at each")
+    for column in ("seed", "policy", "success", "ended with an answer", "points since the start, with 95 % interval"):
+        table.add_column(column)
+    table.add_row("", START, f"{start.success:.1%}", f"{start.stop_reasons.get(ANSWERED, 0.0):.1%}", "")
+    for seed in arguments.seeds:
+        for contender in arguments.contenders:
+            found = read_evaluation(_judged(arguments, contender, seed))
+            gain = compare(start, found).gain
+            points = f"{gain.mean:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})" if gain is not None else ""
+            answers = found.stop_reasons.get(ANSWERED, 0.0)
+            table.add_row(str(seed), contender, f"{found.success:.1%}", f"{answers:.1%}", points)
+    Console(width=120).print(table)
+
+
+def _judged(arguments: argparse.Namespace, contender: str, seed: int) -> Path:
+    return arguments.output_dir / f"judged-{contender}-{seed}"
+
+
 def _result(arguments: argparse.Namespace, contender: str, seed: int) -> Path:
     return arguments.output_dir / f"{contender}-{seed}.json"
 
@@ -226,23 +283,35 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--batch-size", type=int, default=16, help="rows of a pass; an update has 64")
+    parser.add_argument("--judge", type=int, default=0, metavar="TASKS", help="held-out tasks to judge policies by")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/time_to_success"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--train", nargs=2, metavar=("CONTENDER", "SEED"), help="only train one")
+    parser.add_argument("--judge-one", nargs=2, metavar=("CONTENDER", "SEED"), help="only judge one")
     arguments = parser.parse_args()
+    if arguments.judge_one is not None:
+        judge(arguments, arguments.judge_one[0], int(arguments.judge_one[1]))
+        return
     if arguments.train is not None:
         contender, seed = arguments.train[0], int(arguments.train[1])
         history = train(arguments, contender, seed)
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         _result(arguments, contender, seed).write_text(json.dumps(history))
         return
-    names = ("model", "max_steps", "seconds", "learning_rate", "output_dir", "device")
+    names = ("model", "max_steps", "seconds", "learning_rate", "batch_size", "judge", "output_dir", "device")
     common = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
     for seed in arguments.seeds:
         for contender in arguments.contenders:
             if not _result(arguments, contender, seed).exists():
                 run_part(__file__, ["--train", contender, str(seed)], common)
     report(arguments)
+    if arguments.judge:
+        runs = [(contender, seed) for seed in arguments.seeds for contender in arguments.contenders]
+        for contender, seed in [(START, 0), *runs]:
+            if not (_judged(arguments, contender, seed) / EVALUATION_FILE).exists():
+                run_part(__file__, ["--judge-one", contender, str(seed)], common)
+        report_judged(arguments)
 
 
 if __name__ == "__main__":
