@@ -2,7 +2,7 @@
 Ask what a step of a recipe costs: seconds and memory by phase, tokens per second.
 
     python benchmarks/recipe_step.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml --steps 20 --tokenizer FOLDER \\
-        [--device cuda] [--json figures.json] [flags of the recipe]
+        [--beside rows] [--device cuda] [--json figures.json] [flags of the recipe]
 
 It runs `recipes/grpo_qwen3.py` as it is, on the desk's real servers, with random weights of the model's shape: how weights
 are sent, whether the engine sleeps, and in how many bits the model is loaded is the recipe's own. A random model calls no
@@ -11,7 +11,11 @@ the task's scripted solution would have, and is then read as that turn. Its call
 is appended. So trajectories are as long as those that solve their tasks. All attempts of a group do the same: advantages are
 0, and the loss is computed all the same.
 
-The first step is left out of the figures where there are more: it warms up. `--json` is written anew after each step.
+With `--beside`, every other step runs in another way, for ratios of two ways within one run, by token as batches differ: `rows` runs a prompt
+once for each attempt and computes activations again in the backward pass; `checkpointed` only the latter; `compiled` has norms and MLPs compiled by
+`torch.compile`.
+
+The first step (of each way) is left out of the figures where there are more: it warms up. `--json` is written anew after each step.
 
 The tokenizer is that in the folder, with Qwen3's chat template; without `--tokenizer`, the model's own if it is on this
 machine, else one of bytes, with which everything has about four times as many tokens. On a CPU (`--device cpu`) the model
@@ -62,6 +66,8 @@ NUM_TASKS = 160
 PERIOD = 0.5  # seconds between looks at the GPU's memory
 NO_TOKEN = 2**31 - 1  # ends a turn of `transformers`, and is never sampled
 GIB = 2**30
+BESIDE = ("rows", "checkpointed", "compiled")
+RATIOS = {"loss and scoring": ("loss", "scoring"), "rollout": ("rollout",), "step": ("step",)}
 
 
 def shape_of(name: str) -> str:
@@ -243,6 +249,49 @@ class MemoryWatch:
             self.look()
 
 
+class Beside(TrainerCallback):
+    """
+    Runs every other step in another way.
+
+    Args:
+        way (`str`, *optional*):
+            One of `BESIDE`; none if not given.
+
+    Attributes:
+        now (`str`):
+            The way of the step at hand; empty where it is the library's own.
+    """
+
+    def __init__(self, way: str | None) -> None:
+        self.way = way
+        self.now = ""
+        self.trainer: Any = None
+
+    def watch(self, trainer: MCPGRPOTrainer) -> None:
+        """Get to know the trainer, before its first step."""
+        self.trainer = trainer
+        if self.way != "compiled":
+            return
+        for module in trainer.model.modules():
+            if type(module).__name__.endswith(("RMSNorm", "MLP")):
+                module.forward = self._either(module.forward)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Change the way."""
+        if self.way is None:
+            return
+        is_other = state.global_step % 2 == 1
+        self.now = self.way if is_other else ""
+        if self.way == "rows":
+            self.trainer._sharing._is_wanted = False if is_other else None
+        if self.way in ("rows", "checkpointed"):
+            self.trainer._checkpointing._keeps = not is_other
+
+    def _either(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(forward, dynamic=True)
+        return lambda *args, **kwargs: (compiled if self.now else forward)(*args, **kwargs)
+
+
 class StepFigures(TrainerCallback):
     """
     Collects what each step was like, and writes it after each.
@@ -256,10 +305,15 @@ class StepFigures(TrainerCallback):
             What was asked for, and where it ran.
         file (`Path`, *optional*):
             JSON file.
+        beside ([`Beside`]):
+            Knows in which way a step ran.
     """
 
-    def __init__(self, script: Script, watch: MemoryWatch, facts: dict[str, Any], file: Path | None) -> None:
+    def __init__(
+        self, script: Script, watch: MemoryWatch, facts: dict[str, Any], file: Path | None, beside: Beside
+    ) -> None:
         self.steps: list[dict[str, Any]] = []
+        self._beside = beside
         self._script = script
         self._watch = watch
         self._facts = facts
@@ -270,22 +324,43 @@ class StepFigures(TrainerCallback):
             return
         self._watch.look()
         measured = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
-        self.steps.append({"step": state.global_step, **measured, **trajectory_figures(self._script.take())})
-        step = self.steps[-1]
+        step = {"step": state.global_step, "way": self._beside.now, **measured}
+        step |= trajectory_figures(self._script.take())
+        self.steps.append(step)
         say(
-            f"step {step['step']}: {step['profile/step_seconds']:.2f} s, "
+            f"step {step['step']}{', ' * bool(step['way'])}{step['way']}: {step['profile/step_seconds']:.2f} s, "
             f"{step['trajectories']} trajectories, {step['sampled_tokens']} tokens sampled, {step['tokens']} in all"
         )
         if self._file is not None:
             new = self._file.with_suffix(".new")
-            new.write_text(
-                json.dumps({**self._facts, "summary": self.summary(), "steps": self.steps}, indent=2) + "\n"
-            )
+            found = {"summary": self.summary(), "ratios": self.ratios(), "steps": self.steps}
+            new.write_text(json.dumps({**self._facts, **found}, indent=2) + "\n")
             new.replace(self._file)
 
+    def of(self, way: str = "") -> list[dict[str, Any]]:
+        """The steps of a way, without the first, if there are more."""
+        steps = [step for step in self.steps if step["way"] == way]
+        return steps[1:] or steps
+
+    def ratios(self) -> dict[str, float]:
+        """What the library's own way takes, as a share of what the other one takes: seconds per token, and the peak in the loss."""
+        own, other = self.of(), self.of(self._beside.way or "")
+        if self._beside.way is None or not (own and other):
+            return {}
+
+        def per_token(steps: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> float:
+            seconds = sum(step.get(f"profile/{phase}_seconds", 0.0) for step in steps for phase in phases)
+            return seconds / sum(step["tokens"] for step in steps)
+
+        found = {name: per_token(own, phases) / per_token(other, phases) for name, phases in RATIOS.items()}
+        peaks = [[step.get("profile/loss_peak_gib", 0.0) for step in steps] for steps in (own, other)]
+        if any(peaks[1]):
+            found["peak of memory in the loss"] = max(peaks[0]) / max(peaks[1])
+        return found
+
     def summary(self) -> dict[str, Any]:
-        """Medians over the steps, and shares over the trajectories; without the first step, if there are more."""
-        steps = self.steps[1:] or self.steps
+        """Medians over the steps of the library's own way, and shares over the trajectories."""
+        steps = self.of()
         middle = lambda name: statistics.median(step.get(name, 0.0) for step in steps)  # noqa: E731
         total = lambda name: sum(step.get(name, 0.0) for step in steps)  # noqa: E731
         count = max(total("trajectories"), 1)
@@ -349,8 +424,11 @@ def show(figures: StepFigures) -> None:
             ["reserved by this process, peak", f"{found['peak_reserved_gib']:.2f} GiB"],
             ["used on the GPU, peak", f"{found['peak_used_gib']:.2f} of {found['total_gib']:.2f} GiB"],
         ]
-    say("", f"Steps {figures.steps[-found['steps']]['step']} to {figures.steps[-1]['step']}:")
-    say("", profile_table(figures.steps), "", markdown(["", ""], rows))
+    say("", f"{found['steps']} steps, up to step {figures.steps[-1]['step']}:")
+    say("", profile_table(figures.of(), num_skipped=0), "", markdown(["", ""], rows))
+    if ratios := figures.ratios():
+        say("", "As a share of what the other way takes, by token:")
+        say("", markdown(["", "ratio"], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]))
 
 
 def solve(arguments: list[str]) -> Script:
@@ -382,6 +460,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="by default that of the configuration's model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--beside", choices=BESIDE, help="way of every other step")
     options, passed_on = parser.parse_known_args()
 
     name = grpo_qwen3.parse(["--config", options.config, *["--use_cpu", "true"] * (options.device == "cpu")])[2]
@@ -402,6 +481,7 @@ def main() -> None:
         facts = {
             "config": Path(options.config).name,
             "flags": passed_on,
+            "beside": options.beside,
             "shape": shape,
             "tokenizer": source,
             "device": device_name(options.device),
@@ -409,11 +489,13 @@ def main() -> None:
         }
         say(f"{facts['config']} {' '.join(passed_on)}", f"{shape}, tokenizer {source}, {facts['device']}")
         script = solve(arguments)
-        figures = StepFigures(script, watch, facts, options.json)
+        beside = Beside(options.beside)
+        figures = StepFigures(script, watch, facts, options.json, beside)
 
         def make_trainer(*args: Any, callbacks: Sequence[Any] = (), **kwargs: Any) -> MCPGRPOTrainer:
-            trainer = MCPGRPOTrainer(*args, callbacks=[*callbacks, figures], **kwargs)
+            trainer = MCPGRPOTrainer(*args, callbacks=[*callbacks, beside, figures], **kwargs)
             trainer.remove_callback(PrinterCallback)
+            beside.watch(trainer)
             return trainer
 
         reset = torch.cuda.reset_peak_memory_stats
