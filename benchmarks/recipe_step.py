@@ -67,6 +67,7 @@ PERIOD = 0.5  # seconds between looks at the GPU's memory
 NO_TOKEN = 2**31 - 1  # ends a turn of `transformers`, and is never sampled
 GIB = 2**30
 BESIDE = ("rows", "checkpointed", "compiled")
+RECOMPILE_LIMIT = 64  # one forward method is compiled for many modules, with and without gradients
 RATIOS = {"loss and scoring": ("loss", "scoring"), "rollout": ("rollout",), "step": ("step",)}
 
 
@@ -272,6 +273,7 @@ class Beside(TrainerCallback):
         self.trainer = trainer
         if self.way != "compiled":
             return
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         for module in trainer.model.modules():
             if type(module).__name__.endswith(("RMSNorm", "MLP")):
                 module.forward = self._either(module.forward)
