@@ -164,6 +164,7 @@ class _Examination:
 
     def _attempt(self) -> None:
         from mcp_grpo.doctor.dry_run import run_dry
+        from mcp_grpo.doctor.limits import examine_limits
         from mcp_grpo.doctor.weights import is_here
 
         name = str(self.subject.model.model_name_or_path)
@@ -179,6 +180,12 @@ class _Examination:
                 machine=self.machine,
             ),
             needs=("tokenizer", "chat template", "tools"),
+            remedy="See what the server says in the rows above.",
+        )
+        self.findings.run(
+            "limits",
+            lambda: examine_limits(self.findings, self.parts, self.engine, self.tasks, self.config),
+            needs=("settings", "tokenizer", "chat template", "tools", "solutions"),
             remedy="See what the server says in the rows above.",
         )
 

@@ -102,17 +102,20 @@ def examine_schemas(findings: Findings, tools: Sequence[Tool]) -> None:
         findings.ok("schemas", f"valid, of {counted(len(tools), 'tool')}")
 
 
-def harmless_tools(tools: Sequence[Tool], configs: Sequence[ServerConfig]) -> list[Tool]:
-    """Return the tools that declare to change nothing, by themselves, and that can be called without arguments."""
+def read_only_tools(tools: Sequence[Tool], configs: Sequence[ServerConfig]) -> list[Tool]:
+    """Return the tools that declare to change nothing, by themselves: not those that only the user vouches for."""
     vouched = {config.name: config.read_only_tools for config in configs}
     return [
+        tool for tool in tools if tool.is_read_only and {tool.tool, ALL}.isdisjoint(vouched.get(tool.server, (ALL,)))
+    ]
+
+
+def harmless_tools(tools: Sequence[Tool], configs: Sequence[ServerConfig]) -> list[Tool]:
+    """Return the tools that declare to change nothing, by themselves, and that can be called without arguments."""
+    return [
         tool
-        for tool in tools
-        if tool.is_read_only
-        and {tool.tool, ALL}.isdisjoint(vouched.get(tool.server, (ALL,)))
-        and not tool.input_schema.get("required")
-        and tool.is_checked
-        and tool.prepare({}).refusal is None
+        for tool in read_only_tools(tools, configs)
+        if not tool.input_schema.get("required") and tool.is_checked and tool.prepare({}).refusal is None
     ]
 
 

@@ -17,6 +17,7 @@ from trl import ModelConfig
 from mcp_grpo.cli import main
 from mcp_grpo.doctor import Finding, Subject, examine
 from mcp_grpo.doctor.command import subject_of
+from mcp_grpo.doctor.limits import spread
 from mcp_grpo.doctor.machine import Machine
 from mcp_grpo.environments import function_server
 from mcp_grpo.types import Task
@@ -316,6 +317,49 @@ def test_everything_together_builds_the_trainer(write: Any, model: str) -> None:
     assert not wrong(found)
     assert "can be built, with 1 tasks to train on" in found["trainer"].found
     assert "there is no GPU here to compare" in found["gpu memory"].found
+
+
+def test_solutions_that_do_not_fit_into_the_limits_are_told_and_run_without_changing_anything(
+    write: Any, model: str, tmp_path: Path
+) -> None:
+    def task(family: str, *calls: tuple[str, str]) -> dict[str, Any]:
+        steps = [{"calls": [{"name": name, "arguments": {"text": text}}]} for name, text in calls]
+        return {"task_id": family, "answer": 1, "family": family, "solution": {"steps": steps, "final": "1"}}
+
+    tasks = [
+        task("short", ("find", "3"), ("change", "3"), ("find", "2000")),
+        task("long", ("find", "2000"), ("change", "3")),
+        task("chatty", *[("find", "60")] * 4),
+    ]
+    settings = {"report_to": "none", "use_cpu": True, "num_generations": 2, "per_device_train_batch_size": 2}
+    settings |= {"output_dir": "outputs", "max_completion_length": 1000, "max_result_tokens": 400}
+    given = {
+        "servers": write("mcp.json", {"patient": server("change", str(tmp_path / "changed"))}),
+        "tasks": write("tasks.jsonl", tasks),
+    }
+    found = rows(model=model, config=write("c.yaml", {**settings, **given}))["limits"]
+    assert found.status == "warning"
+    assert "2 of 3 solutions that were tried do not fit into them" in found.found
+    assert "1 because a tool result is longer than `max_result_tokens` (long)" in found.found
+    assert "1 because it is longer than `max_completion_length`" in found.found
+    assert "(chatty)" in found.found
+    assert found.remedy.startswith("Raise the setting")
+    assert not (tmp_path / "changed").exists()
+    room = {**settings, "max_completion_length": 3000, "max_result_tokens": 20_000}
+    long = {**given, "tasks": write("some.jsonl", [tasks[0], tasks[2]])}
+    found = rows(model=model, config=write("c.yaml", {**room, **long}))["limits"]
+    assert (found.status, found.found) == ("ok", "2 solutions that were tried fit into them")
+
+
+def test_solutions_are_tried_of_all_families_in_turn() -> None:
+    def task(family: str | None, number: int) -> Task:
+        metadata = {} if family is None else {"family": family}
+        return Task(task_id=f"{family}{number}", prompt=({"role": "user", "content": "?"},), metadata=metadata)
+
+    tasks = [*(task("a", number) for number in range(4)), task("b", 0), *(task("c", number) for number in range(2))]
+    assert [one.task_id for one in spread(tasks, 5)] == ["a0", "b0", "c0", "a1", "c1"]
+    assert len(spread([task(None, number) for number in range(9)], 5)) == 5
+    assert spread([]) == []
 
 
 # ---- The command ----

@@ -2,6 +2,7 @@
 A server with something wrong, as its arguments say; standard library only, so that it starts at once.
 
 `schema` gives a tool an invalid schema, `control` one that describes itself with a control token, `error` lets its read-only tool fail. `change FILE` writes the file when it is called.
+`find` answers with as many words as it is asked for by a number.
 """
 
 import json
@@ -32,11 +33,13 @@ def tools() -> list[dict]:
     return listed
 
 
-def answer(name: str) -> dict:
+def answer(name: str, arguments: dict) -> dict:
     if name == "change":
         Path(sys.argv[-1]).write_text("changed")
     is_error = name == "look" and "error" in sys.argv
-    return {"content": [{"type": "text", "text": "the key is refused" if is_error else "fine"}], "isError": is_error}
+    asked = str(arguments.get("text"))
+    text = "fine " * int(asked) if name == "find" and asked.isdigit() else "fine"
+    return {"content": [{"type": "text", "text": "the key is refused" if is_error else text}], "isError": is_error}
 
 
 def reply(request: dict, **content: object) -> None:
@@ -60,7 +63,7 @@ def main() -> None:
             case "tools/list":
                 reply(request, result={"tools": tools()})
             case "tools/call":
-                reply(request, result=answer(request["params"]["name"]))
+                reply(request, result=answer(request["params"]["name"], request["params"].get("arguments") or {}))
             case _:
                 reply(request, error={"code": -32601, "message": "unknown method"})
 
