@@ -143,6 +143,7 @@ def test_there_is_a_configuration_for_everything_promised() -> None:
         "qwen3_8b_fsdp2",
         "smollm2_135m",
         "qwen2.5_coder_0.5b",
+        "qwen2.5_coder_1.5b",
         "cpu_debug",
         "classic",
         "classic_tuned",
