@@ -12,6 +12,7 @@ from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
 from servers.sums import server
+from transformers import EarlyStoppingCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
 from mcp_grpo.errors import HealthError
@@ -24,7 +25,7 @@ EVALUATED: dict[str, Any] = {
     "num_generations_eval": 2,
 }
 EVALUATED |= {"per_device_eval_batch_size": 8, "save_strategy": "steps", "save_steps": 100, "max_steps": 3}
-GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2}
+GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2, 4: 0.2, 5: 0.2}
 
 
 class Graded:
@@ -40,8 +41,14 @@ class Graded:
         return [i / 10 for i in range(len(trajectory))]
 
 
-def make_trainer(folder: Path, model: str, **changes: Any) -> MCPGRPOTrainer:
+def make_trainer(
+    folder: Path, model: str, *, patience: int | None = None, by_success: bool = False, **changes: Any
+) -> MCPGRPOTrainer:
     reward = Graded()
+
+    def is_success(trajectory: Trajectory) -> bool:
+        return GRADES[reward.trainer.state.global_step] > 0.6
+
     trainer = MCPGRPOTrainer(
         model,
         reward,
@@ -50,6 +57,8 @@ def make_trainer(folder: Path, model: str, **changes: Any) -> MCPGRPOTrainer:
         eval_dataset=Dataset.from_list(ROWS),
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        is_success=is_success if by_success else None,
+        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
     )
     reward.trainer = trainer
     return trainer
@@ -110,3 +119,36 @@ def test_a_run_that_is_stopped_ends_with_its_best_policy_and_a_sentence(tmp_path
     best = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     own = {name: value for name, value in trainer.model.state_dict().items() if "lora_" in name}
     assert all(torch.equal(own[name.replace(".weight", ".default.weight")], best[name]) for name in best)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("metric", ["eval_reward", "eval_success"])
+def test_a_policy_that_gets_worse_is_stopped_early_and_the_best_is_saved(
+    tmp_path: Path, adding_model: str, metric: str
+) -> None:
+    changes: dict[str, Any] = {"metric_for_best_model": metric, "by_success": metric == "eval_success"}
+    with make_trainer(tmp_path, adding_model, patience=1, max_steps=5, **changes) as trainer:
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert trainer.kept_step == 1
+        trainer.save_model()
+    best, saved = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "checkpoint-1", tmp_path))
+    assert all(torch.equal(saved[name], best[name]) for name in best)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_run_that_is_resumed_may_go_on_with_the_patience_that_was_left(
+    tmp_path: Path, adding_model: str, remembers: bool
+) -> None:
+    changes: dict[str, Any] = {"patience": 2, "save_steps": 1}
+    with make_trainer(tmp_path, adding_model, max_steps=2, **changes) as trainer:
+        trainer.train()
+    changes |= {
+        "restore_callback_states_from_checkpoint": remembers,
+        "eval_on_start": False,
+    }  # it would count once more
+    with make_trainer(tmp_path, adding_model, max_steps=5, **changes) as trainer:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trainer.state.global_step == (3 if remembers else 4)
+        assert trainer.kept_step == 1
