@@ -1,6 +1,7 @@
 """The policy that was evaluated as the best is the one that is kept, and the run knows what it learnt."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from transformers import EarlyStoppingCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
 from mcp_grpo.errors import HealthError
+from mcp_grpo.evaluation.comparison import success_change
+from mcp_grpo.monitor import learning_sentence
+from mcp_grpo.rewards import is_done
 
 
 EVALUATED: dict[str, Any] = {
@@ -152,3 +156,32 @@ def test_a_run_that_is_resumed_may_go_on_with_the_patience_that_was_left(
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trainer.state.global_step == (3 if remembers else 4)
         assert trainer.kept_step == 1
+
+
+@pytest.mark.full
+def test_a_run_that_is_rewarded_by_lot_says_that_nothing_is_shown(tmp_path: Path, adding_model: str) -> None:
+    lots = random.Random(3)
+
+    def by_lot(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(lots.random() < 0.5) for _ in completions]
+
+    rows = [{**ROWS[0], "task_id": f"sum-{i}"} for i in range(16)]
+    with MCPGRPOTrainer(
+        adding_model,
+        by_lot,
+        settings(tmp_path, **{**EVALUATED, "eval_steps": 4, "max_steps": 4, "keep_best": False}),
+        Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        servers={"sums": server},
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        is_success=is_done,
+    ) as trainer:
+        trainer.train()
+        before, after = trainer.evaluations
+    assert (
+        after.reward.mean > before.reward.mean
+    )  # by chance, which a sentence without an interval would call learning
+    assert learning_sentence([before, after], 4).startswith("Nothing is shown")
+    gain = success_change(before, after)
+    assert gain is not None
+    assert gain.low <= 0
