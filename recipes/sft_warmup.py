@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from accelerate.utils import broadcast_object_list
+from recipe_parts.alone import call_alone
 from recipe_parts.command_line import StrictParser, write_settings
 from recipe_parts.desk import TaskArguments
 from recipe_parts.requirements import check_requirements
@@ -128,33 +130,45 @@ def main(arguments: list[str]) -> SFTTrainer:
     )
     if trainer.is_world_process_zero():
         write_settings(settings, folder / "config.yaml")
-    if script.num_check_tasks and trainer.accelerator.num_processes == 1:
-        check_calls(trainer, tasks[: script.num_check_tasks], servers, script)
+    if script.num_check_tasks:
+        check_calls(trainer, tasks[: script.num_check_tasks], script)
     return trainer
 
 
-def check_calls(trainer: SFTTrainer, tasks: list[Task], servers: Any, script: WarmupArguments) -> None:
+def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments) -> None:
     """Attempt tasks, print how many of the policy's calls can be made, and raise [`SettingsError`] if they are too few."""
     folder = Path(cast("str", trainer.args.output_dir))
-    settings = MCPGRPOConfig(
-        output_dir=str(folder / "check"),
-        use_cpu=trainer.accelerator.device.type == "cpu",
-        bf16=trainer.args.bf16,
-        max_completion_length=4 * script.max_result_tokens,
-        max_result_tokens=script.max_result_tokens,
-        max_turn_tokens=512,
-        chat_template_kwargs={"enable_thinking": script.enable_thinking},
-        model_init_kwargs={"dtype": str(trainer.model.dtype).removeprefix("torch.")},
-        save_strategy="no",
-        report_to="none",
-    )
-    # Loaded anew, as rolling out changes how a model computes.
-    with MCPGRPOTrainer(
-        str(warm_model(folder)), lambda completions, **kwargs: [0.0] * len(completions), settings, servers=servers
-    ) as attempting:
-        attempts = attempting.roll_out(tasks)
-    share, _ = valid_calls(attempts)
-    print(calls_sentence(attempts))
+    settings = {
+        "output_dir": str(folder / "check"),
+        "use_cpu": trainer.accelerator.device.type == "cpu",
+        "bf16": trainer.args.bf16,
+        "max_completion_length": 4 * script.max_result_tokens,
+        "max_result_tokens": script.max_result_tokens,
+        "max_turn_tokens": 512,
+        "chat_template_kwargs": {"enable_thinking": script.enable_thinking},
+        "model_init_kwargs": {"dtype": str(trainer.model.dtype).removeprefix("torch.")},
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    arguments = (str(warm_model(folder)), tasks, script, settings)
+    if trainer.accelerator.num_processes == 1:
+        share, said = attempt(*arguments)
+    else:
+        found: list[Any] = [None]
+        if trainer.is_world_process_zero():  # the others wait; they would end the run after `ddp_timeout`
+            try:
+                found = [call_alone(attempt, *arguments, seconds=0.9 * trainer.args.ddp_timeout)]
+            except MCPGRPOError as error:
+                found = [(None, str(error))]
+        share, said = broadcast_object_list(found)[0]
+    if share is None:
+        raise SettingsError(
+            f"Whether the policy calls tools now could not be measured: {said} It is saved in {folder}. Measure it by `mcp-grpo "
+            f"eval TASKS --model {warm_model(folder)} --servers SERVERS --out OUT` (`valid tool calls`), or leave the measurement "
+            "out with `--num_check_tasks 0`."
+        )
+    if trainer.is_world_process_zero():
+        print(said)
     if share < script.min_valid_calls:
         raise SettingsError(
             f"The warm start has not taught the policy to call tools: {share:.0%} of its calls can be made, less than "
@@ -162,6 +176,19 @@ def check_calls(trainer: SFTTrainer, tasks: list[Task], servers: Any, script: Wa
             "`--num_tasks`), raise `--learning_rate`, leave `--use_peft` out, or set `--call_format json`, which a model need "
             "not learn new tags for."
         )
+
+
+def attempt(model: str, tasks: list[Task], script: WarmupArguments, settings: dict[str, Any]) -> tuple[float, str]:
+    """Return the share of calls that can be made in attempts at tasks, and a sentence that says it."""
+    # Loaded anew, as rolling out changes how a model computes.
+    with MCPGRPOTrainer(
+        model,
+        lambda completions, **kwargs: [0.0] * len(completions),
+        MCPGRPOConfig(**settings),
+        servers=script.load_servers(),
+    ) as attempting:
+        attempts = attempting.roll_out(tasks)
+    return valid_calls(attempts)[0], calls_sentence(attempts)
 
 
 def take_chat_template(

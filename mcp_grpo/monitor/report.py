@@ -107,6 +107,11 @@ def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:
         sentence = (
             f"Nothing is shown: {words}, which may be chance. More steps, or more tasks to judge by, would tell."
         )
+    success = success_change(before, kept)
+    if gain.low <= 0 <= gain.high and success is not None and success.high < 0:
+        sentence += (
+            f" Success got worse all the same, by {_signed(success)}: the reward does not pay for what the tasks ask."
+        )
     if len(trained) > 2 and gain.low > 0:
         sentence += f" Step {kept.step} was chosen among {len(trained)} evaluations by this figure, which flatters it a little."
     last = trained[-1]

@@ -214,6 +214,7 @@ class VLLMSampler:
                 "sampler/sync_seconds": seconds,
                 "sampler/sync_megabytes": self.backend.bytes_sent / 1e6,
                 "sampler/weight_mismatch": mismatch,
+                "sampler/beyond_noise": self._probe.beyond_noise(mismatch),
             }
             if self.backend.rounded_away is not None:
                 metrics["sampler/rounded_away"] = self.backend.rounded_away

@@ -49,6 +49,10 @@ class WeightProbe:
             )
         return mismatch
 
+    def beyond_noise(self, mismatch: float) -> float:
+        """Return what of a difference is not numerical noise: the first one was, when the same weights had just been loaded."""
+        return max(0.0, mismatch - (self._noise or 0.0))
+
 
 def farthest(sampled: Sequence[Sequence[float]], trained: Sequence[float]) -> Sequence[float]:
     """Return the log-probabilities, of several engines, that are farthest from the trainer's; NaN is farthest."""

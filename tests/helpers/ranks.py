@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState, DistributedType
 SCRIPTS = Path(__file__).parent.parent / "servers"
 
 
-def launch(script: str, *arguments: object, num_processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a program on several processes, and wait for them."""
+def launch(script: str | Path, *arguments: object, num_processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a program, of `servers/` or of another folder, on several processes, and wait for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     return subprocess.run(
         [*command, str(SCRIPTS / script), *map(str, arguments)],

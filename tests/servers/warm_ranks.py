@@ -26,12 +26,13 @@ def conversations(*args):
     return original(*args)[int(os.environ["RANK"]) :]
 
 
-imitation.conversations = conversations
-with share_weights_on_cpu():
-    trainer = sft_warmup.main(sys.argv[1:])
-facts = {
-    "asked": asked,
-    "num_rows": len(trainer.train_dataset),
-    "is_sharded": any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
-}
-Path(trainer.args.output_dir, f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
+if __name__ == "__main__":  # another process may be started from here
+    imitation.conversations = conversations
+    with share_weights_on_cpu():
+        trainer = sft_warmup.main(sys.argv[1:])
+    facts = {
+        "asked": asked,
+        "num_rows": len(trainer.train_dataset),
+        "is_sharded": any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+    }
+    Path(trainer.args.output_dir, f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))

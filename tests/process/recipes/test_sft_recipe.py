@@ -263,14 +263,32 @@ def test_processes_that_share_the_weights_imitate_the_same_and_merge_all_of_it(
     sharing = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
     (tmp_path / "fsdp.yaml").write_text(json.dumps({"fsdp": True, "fsdp_config": sharing}))
     adapter = ["--use_peft", "true", "--lora_target_modules", "all-linear", "--max_steps", "4"]
-    adapter += ["--config", str(tmp_path / "fsdp.yaml"), "--output_dir", str(tmp_path)]
+    adapter += ["--config", str(tmp_path / "fsdp.yaml"), "--output_dir", str(tmp_path), "--min_valid_calls", "0"]
     finished = launch("warm_ranks.py", *arguments, *adapter)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("Of 5 attempts ") == 1
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["is_sharded"]
     assert (first["asked"], second["asked"]) == (["0"], [])
     assert first["num_rows"] == second["num_rows"] == 4
     check_merged(arguments[arguments.index("--model_name_or_path") + 1], tmp_path)
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_several_processes_fail_too_where_a_warm_start_was_for_nothing(
+    warm: tuple[Path, Any, list[str]], tmp_path: Path, is_in_time: bool
+) -> None:
+    _, _, arguments = warm
+    few = ["--output_dir", tmp_path, "--max_steps", "1", "--ddp_timeout", "600" if is_in_time else "10"]
+    finished = launch(Path(sft_warmup.__file__), *arguments, *few)
+    assert finished.returncode != 0
+    assert (tmp_path / "model.safetensors").exists()
+    if is_in_time:
+        assert "Of 5 attempts 0 called a tool; 0% of the calls could be made" in finished.stdout
+        assert "0% of its calls can be made, less than `min_valid_calls` (50%)" in finished.stderr
+    else:
+        assert "could not be measured: It took more than 9 seconds." in finished.stderr
+        assert f"--model {tmp_path} --servers SERVERS" in finished.stderr
 
 
 def test_solutions_that_are_too_long_are_left_out_and_none_at_all_is_refused(

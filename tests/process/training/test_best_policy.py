@@ -1,6 +1,7 @@
 """The policy that was evaluated as the best is the one that is kept, and the run knows what it learnt."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
 from servers.sums import server
+from transformers import EarlyStoppingCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
 from mcp_grpo.errors import HealthError
+from mcp_grpo.evaluation.comparison import success_change
+from mcp_grpo.monitor import learning_sentence
+from mcp_grpo.rewards import is_done
 
 
 EVALUATED: dict[str, Any] = {
@@ -24,7 +29,7 @@ EVALUATED: dict[str, Any] = {
     "num_generations_eval": 2,
 }
 EVALUATED |= {"per_device_eval_batch_size": 8, "save_strategy": "steps", "save_steps": 100, "max_steps": 3}
-GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2}
+GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2, 4: 0.2, 5: 0.2}
 
 
 class Graded:
@@ -40,8 +45,14 @@ class Graded:
         return [i / 10 for i in range(len(trajectory))]
 
 
-def make_trainer(folder: Path, model: str, **changes: Any) -> MCPGRPOTrainer:
+def make_trainer(
+    folder: Path, model: str, *, patience: int | None = None, by_success: bool = False, **changes: Any
+) -> MCPGRPOTrainer:
     reward = Graded()
+
+    def is_success(trajectory: Trajectory) -> bool:
+        return GRADES[reward.trainer.state.global_step] > 0.6
+
     trainer = MCPGRPOTrainer(
         model,
         reward,
@@ -50,6 +61,8 @@ def make_trainer(folder: Path, model: str, **changes: Any) -> MCPGRPOTrainer:
         eval_dataset=Dataset.from_list(ROWS),
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        is_success=is_success if by_success else None,
+        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
     )
     reward.trainer = trainer
     return trainer
@@ -110,3 +123,65 @@ def test_a_run_that_is_stopped_ends_with_its_best_policy_and_a_sentence(tmp_path
     best = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     own = {name: value for name, value in trainer.model.state_dict().items() if "lora_" in name}
     assert all(torch.equal(own[name.replace(".weight", ".default.weight")], best[name]) for name in best)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("metric", ["eval_reward", "eval_success"])
+def test_a_policy_that_gets_worse_is_stopped_early_and_the_best_is_saved(
+    tmp_path: Path, adding_model: str, metric: str
+) -> None:
+    changes: dict[str, Any] = {"metric_for_best_model": metric, "by_success": metric == "eval_success"}
+    with make_trainer(tmp_path, adding_model, patience=1, max_steps=5, **changes) as trainer:
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert trainer.kept_step == 1
+        trainer.save_model()
+    best, saved = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "checkpoint-1", tmp_path))
+    assert all(torch.equal(saved[name], best[name]) for name in best)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_run_that_is_resumed_may_go_on_with_the_patience_that_was_left(
+    tmp_path: Path, adding_model: str, remembers: bool
+) -> None:
+    changes: dict[str, Any] = {"patience": 2, "save_steps": 1}
+    with make_trainer(tmp_path, adding_model, max_steps=2, **changes) as trainer:
+        trainer.train()
+    changes |= {
+        "restore_callback_states_from_checkpoint": remembers,
+        "eval_on_start": False,
+    }  # it would count once more
+    with make_trainer(tmp_path, adding_model, max_steps=5, **changes) as trainer:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trainer.state.global_step == (3 if remembers else 4)
+        assert trainer.kept_step == 1
+
+
+@pytest.mark.full
+def test_a_run_that_is_rewarded_by_lot_says_that_nothing_is_shown(tmp_path: Path, adding_model: str) -> None:
+    lots = random.Random(3)
+
+    def by_lot(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(lots.random() < 0.5) for _ in completions]
+
+    rows = [{**ROWS[0], "task_id": f"sum-{i}"} for i in range(16)]
+    with MCPGRPOTrainer(
+        adding_model,
+        by_lot,
+        settings(tmp_path, **{**EVALUATED, "eval_steps": 4, "max_steps": 4, "keep_best": False}),
+        Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+        servers={"sums": server},
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        is_success=is_done,
+    ) as trainer:
+        trainer.train()
+        before, after = trainer.evaluations
+    assert (
+        after.reward.mean > before.reward.mean
+    )  # by chance, which a sentence without an interval would call learning
+    assert learning_sentence([before, after], 4).startswith("Nothing is shown")
+    gain = success_change(before, after)
+    assert gain is not None
+    assert gain.low <= 0

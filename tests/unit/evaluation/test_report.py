@@ -107,17 +107,29 @@ def test_a_policy_that_gave_its_tools_up_has_not_learnt_to_use_them() -> None:
     ],
 )
 def test_a_reward_that_rises_without_success_is_not_called_learning(solved: tuple[float, float], words: str) -> None:
-    steps = ((0, 0.2, solved[0]), (50, 0.6, solved[1]))
-    evaluations = [
+    assert learning_sentence(evaluated((0.2, 0.6), solved), 50).startswith(words)
+
+
+@pytest.mark.parametrize(("solved", "is_told"), [((0.6, 0.2), True), ((0.3, 0.3), False)])
+def test_success_that_falls_is_told_where_the_reward_does_not_see_it(
+    solved: tuple[float, float], is_told: bool
+) -> None:
+    sentence = learning_sentence(evaluated((0.3, 0.3), solved), 50)
+    assert sentence.startswith("Nothing is shown")
+    assert ("Success got worse all the same, by -0." in sentence) == is_told
+
+
+def evaluated(rewards: tuple[float, float], solved: tuple[float, float]) -> list[Judged]:
+    """Evaluations before and after training, with shares of rewards and of successes."""
+    return [
         replace(
             judged(step, reward),
             solved={
                 task: [bool(one) for one in found] for task, found in judged(step, success, seed=7).rewards.items()
             },
         )
-        for step, reward, success in steps
+        for step, reward, success in zip((0, 50), rewards, solved, strict=True)
     ]
-    assert learning_sentence(evaluations, 50).startswith(words)
 
 
 def test_a_policy_that_did_all_tasks_before_is_not_blamed() -> None:

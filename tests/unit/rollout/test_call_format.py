@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.policies import save_tiny_model
+from hypothesis import event, given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo.errors import TemplateError
@@ -125,6 +127,41 @@ def test_results_of_one_turn_come_in_one_message_and_cannot_leave_it() -> None:
     )
     controls = [tokenizer.decode([i]) for i in suffix if i in tokenizer.get_added_vocab().values()]
     assert controls == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]  # the frame's own
+
+
+_FENCED: dict[str, Renderer] = {}
+FENCES = ["`", "``", "```", "````", "```json\n", "```result\n", "\n```\n", CALL, "\n", "'''", "~~~"]
+
+
+def fenced(family: str) -> Renderer:
+    if family not in _FENCED:
+        tokenizer: Any = family_tokenizer(family)
+        set_call_format(tokenizer, "json")
+        _FENCED[family] = renderer_of(tokenizer, family)
+    return _FENCED[family]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_no_tool_text_adds_a_control_token_or_leaves_its_block(family: str, data: st.DataObject) -> None:
+    renderer = fenced(family)
+    literals = sorted(renderer.tokenizer.get_added_vocab())
+    pieces = st.sampled_from(FENCES) | st.sampled_from(literals) | st.text(max_size=8)
+    pieces |= st.sampled_from([literal[:-1] for literal in literals])
+    texts = ["".join(each) for each in data.draw(st.lists(st.lists(pieces, max_size=12), min_size=1, max_size=3))]
+    event("with a fence" if any("```" in text for text in texts) else "without a fence")
+    suffix, harmless = (
+        renderer.suffix_ids([{"role": "tool", "name": "add", "content": content} for content in contents])
+        for contents in (texts, ["5"] * len(texts))
+    )
+    added = set(renderer.tokenizer.get_added_vocab().values())
+    assert [i for i in suffix if i in added] == [i for i in harmless if i in added]
+    # Each result opens and closes a block of its own, and nothing in it does.
+    written, frame = renderer.tokenizer.decode(suffix), renderer.tokenizer.decode(harmless)
+    blocks = ["```result\n" + text.replace("```", "'''") + "\n```" for text in texts]
+    assert written == frame.replace("\n".join(["```result\n5\n```"] * len(texts)), "\n".join(blocks))
+    assert written.count("```") == frame.count("```")
 
 
 def test_a_template_without_a_system_role_has_its_tools_in_the_first_question() -> None:
