@@ -1,6 +1,6 @@
 """
 Trains an adapter on a model in 4 bits, and holds each pass with prompts shared against one on rows. Arguments: the model, and a
-folder. Prints as JSON how the weights are kept, and how many passes were compared.
+folder. Prints as JSON how the weights are kept, how many passes were compared, and how large gradients were.
 """
 
 import json
@@ -37,13 +37,16 @@ with make_trainer(
     peft_config=LoraConfig(r=4, target_modules="all-linear"),
     gradient_accumulation_steps=2,
     max_steps=1,
-    max_completion_length=150,
+    max_completion_length=80,
+    temperature=1.5,
     old_logps="trainer",
     num_iterations=2,
 ) as trainer:
     for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # as TRL keeps them, in bf16, rounding would hide what differs
         if "lora_B" in name:  # with zeros there, A has no gradient
             torch.nn.init.normal_(parameter, std=0.02)
     trainer.train()
 kinds = sorted({type(each).__name__ for each in trainer.model.modules() if "4bit" in type(each).__name__})
-print(json.dumps({"kinds": kinds, "compared": trainer.num_compared}))  # noqa: T201
+print(json.dumps({"kinds": kinds, "compared": trainer.num_compared, "gradients": sum(trainer.sizes.values())}))  # noqa: T201
