@@ -29,8 +29,9 @@ test: $(VENV)/installed  ## Make the environment and run the tests, without vLLM
 test-unit: $(VENV)/installed  ## Run the tests that need nothing but their own process (2 minutes on one core)
 	$(BIN)/python -m pytest tests/unit -m "not full and not vllm"
 
-test-all: $(VENV)/installed  ## Install vLLM where there is a wheel for CPUs, and run everything that CI runs (45 minutes on two cores)
+test-all: $(VENV)/installed  ## Install vLLM, DeepSpeed and bitsandbytes where they can be had for CPUs, and run everything that CI runs (45 minutes on two cores)
 	@$(BIN)/python tests/install_vllm.py
+	@$(BIN)/python tests/install_extras.py
 	$(BIN)/python -m pytest --hypothesis-profile full $(IN_PARALLEL) || $(AGAIN_ALONE)
 
 peers: $(VENV)/installed  ## Install third-party MCP servers under .peers (needs npm) and run the tests against them

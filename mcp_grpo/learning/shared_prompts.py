@@ -350,8 +350,6 @@ def refusal(model: Any) -> str | None:
         return "the model reads more than text."
     if any(each.is_prompt_learning for each in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before each row."
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return "it was not tested with weights that DeepSpeed shares out (ZeRO-3)."
     if attention not in ("sdpa", _NAME):
         return f'attention is "{attention}", and only "sdpa" can be replaced (`attn_implementation`).'
     if kinds:
@@ -368,7 +366,7 @@ def _trial(model: Any, bare: Any) -> str | None:
     """Let a model attend by trees, and compare what it says of one with what it says of its rows. Say what is wrong."""
     before = attention_name(bare)
     shared = torch.arange(3 * MIN_SHARED) * 37 % 101
-    prompts = [shared, shared, torch.cat([shared[: 2 * MIN_SHARED], shared.flip(0)[:MIN_SHARED]])]
+    prompts = [shared, shared, torch.cat([shared[:MIN_SHARED], shared.flip(0)[: 2 * MIN_SHARED]])]
     ends = [torch.arange(size) * 29 % 97 for size in (7, 4, 9)]
     size = len(shared) + 9
     ids, mask = torch.zeros(3, size, dtype=torch.long), torch.zeros(3, size, dtype=torch.long)

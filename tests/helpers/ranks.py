@@ -10,16 +10,23 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, DistributedType
 
+from helpers.extras import with_extras
+
 
 SCRIPTS = Path(__file__).parent.parent / "servers"
 
 
-def launch(script: str | Path, *arguments: object, num_processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a program, of `servers/` or of another folder, on several processes, and wait for them."""
+def launch(
+    script: str | Path, *arguments: object, num_processes: int = 2, has_extras: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """
+    Run a program, of `servers/` or of another folder, on several processes, which may have the packages of `helpers.extras`,
+    and wait for them.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     return subprocess.run(
         [*command, str(SCRIPTS / script), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**(with_extras() if has_extras else os.environ), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

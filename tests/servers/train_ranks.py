@@ -81,6 +81,8 @@ def train(
     if "deepspeed" in changes:
         import deepspeed
 
+        # It would compile a faster communication for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo")  # on a CPU `accelerate` leaves it out
     config = MCPGRPOConfig(
         output_dir=str(folder),

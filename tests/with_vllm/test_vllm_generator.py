@@ -330,18 +330,24 @@ def test_ctrl_c_leaves_the_engine_empty_and_usable(
     assert [g.token_ids for g in generate(portal, endless, [request])] == [g.token_ids for g in expected]
 
 
-def test_a_later_turn_finds_its_prefix_in_the_cache(
-    portal: BlockingPortal, generator: VLLMGenerator, engine: Any, monkeypatch: pytest.MonkeyPatch, question: list[int]
-) -> None:
+@pytest.fixture
+def cached(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each request that finishes has found in the cache, which is empty at first."""
     assert engine.reset_prefix_cache()
-    step, cached = engine.step, []
+    step, found = engine.step, []
 
     def watched() -> Any:
         outputs = step()
-        cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+        found.extend(output.num_cached_tokens for output in outputs if output.finished)
         return outputs
 
     monkeypatch.setattr(engine, "step", watched)
+    return found
+
+
+def test_a_later_turn_finds_its_prefix_in_the_cache(
+    portal: BlockingPortal, generator: VLLMGenerator, cached: list[int], question: list[int]
+) -> None:
     (first,) = generate(portal, generator, [(question, Sampling(max_tokens=100, temperature=0))])
     result = RENDERER.suffix_ids([{"role": "tool", "name": "add", "content": "5"}])
     (second,) = generate(
@@ -350,6 +356,25 @@ def test_a_later_turn_finds_its_prefix_in_the_cache(
     assert TOKENIZER.decode(second.token_ids) in ("5<|im_end|>", "6<|im_end|>")
     num_seen = len(question) + len(first.token_ids) - 1  # the last token was sampled, and never read
     assert cached == [0, num_seen // 32 * 32]
+
+
+def test_attempts_of_a_group_that_begin_together_read_their_prompt_once_and_another_task_its_tools_not_at_all(
+    portal: BlockingPortal,
+    endless: VLLMGenerator,
+    cached: list[int],
+    question: list[int],
+    adding_tools: list[dict[str, Any]],
+) -> None:
+    generate(portal, endless, [(question, Sampling(max_tokens=4, seed=seed)) for seed in range(8)])
+    num_blocks = (len(question) - 1) // 32  # the last token is read in any case, as it predicts the next
+    assert num_blocks > 8
+    assert sorted(cached) == [0, *[num_blocks * 32] * 7]
+    other = list(RENDERER.prompt_ids([{"role": "user", "content": "And what is 30+4?"}], adding_tools))
+    num_common = next(place for place, (a, b) in enumerate(zip(question, other, strict=False)) if a != b)
+    assert num_common > 256
+    cached.clear()
+    generate(portal, endless, [(other, Sampling(max_tokens=4, seed=seed)) for seed in range(8)])
+    assert sorted(cached) == [num_common // 32 * 32, *[(len(other) - 1) // 32 * 32] * 7]
 
 
 def test_constrained_turns_follow_their_grammar_and_tell_what_it_cut_away(

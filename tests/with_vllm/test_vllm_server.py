@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -468,6 +469,23 @@ def test_a_cancelled_request_is_aborted_on_the_server(
 
     ask(portal, generator, question)
     assert metric(vllm_server, "vllm:generation_tokens_total") - before < 1990
+
+
+@pytest.mark.vllm
+def test_attempts_of_a_group_read_their_prompt_once_on_a_server(
+    portal: BlockingPortal, vllm_server: str, over: Callable[..., VLLMServerGenerator]
+) -> None:
+    names = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+    before = [metric(vllm_server, name) for name in names]
+    prompt = random.Random("a prompt of this test alone").choices(range(200), k=300)
+    requests = [(prompt, Sampling(max_tokens=4, seed=seed, trajectory=seed)) for seed in range(8)]
+    generate(portal, over(vllm_server), requests)
+
+    def counted() -> list[float]:
+        return [metric(vllm_server, name) - first for name, first in zip(names, before, strict=True)]
+
+    portal.call(until, lambda: counted()[0] >= 8 * 300)
+    assert counted() == [8 * 300, 7 * (299 // 32 * 32)]
 
 
 @pytest.mark.vllm

@@ -2,17 +2,16 @@
 
 import json
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.extras import needs
 from helpers.ranks import launch
 
 
 pytestmark = pytest.mark.full
 
-DEEPSPEED = find_spec("deepspeed") is not None
 ALL_WEIGHTS = {"has_adapter": False, "learning_rate": 1e-3}
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 ZERO3 = {
@@ -25,18 +24,19 @@ ZERO3 = {
         "gradient_clipping": "auto",
     }
 }
+EVERYTHING = {
+    "advantage_mode": "hybrid",
+    "value_learning_rate": 0.01,
+    "beta": 0.05,
+    "ref_sync": "ema",
+    "ref_sync_steps": 1,
+    "schema_mask": "syntax",
+    "bootstrap_steps": 5,
+    "dynamic_sampling": 1,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "everything": {
-        "advantage_mode": "hybrid",
-        "value_learning_rate": 0.01,
-        "beta": 0.05,
-        "ref_sync": "ema",
-        "ref_sync_steps": 1,
-        "schema_mask": "syntax",
-        "bootstrap_steps": 5,
-        "dynamic_sampling": 1,
-    },
+    "everything": EVERYTHING,
     "paid": {"paying_rank": "1"},
     "ddp": ALL_WEIGHTS,
     "rows": ALL_WEIGHTS | {"share_prompts": False},
@@ -46,10 +46,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "joined by one": ALL_WEIGHTS | {"gradient_accumulation_steps": 4, "memory": [10**12, 10**3]},
     "broken": {"dying_rank": "1"},
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "fsdp2 adapter": FSDP2,
+    "everything in rows": EVERYTHING | {"share_prompts": False},
+}
 
 
-def train(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    return launch("train_ranks.py", model, folder, json.dumps(runs))
+def train(folder: Path, model: str, runs: dict[str, dict[str, Any]], **how: Any) -> subprocess.CompletedProcess[str]:
+    return launch("train_ranks.py", model, folder, json.dumps(runs), **how)
+
+
+def results(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each of two processes came to in a run."""
+    return [json.loads((folder / name / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,16 @@ def trained(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> dict[str
     folder, finished = launched
     files = {name: [folder / name / f"rank{rank}.json" for rank in (0, 1)] for name in RUNS if name != "broken"}
     assert all(file.exists() for pair in files.values() for file in pair), finished.stdout + finished.stderr
-    return {name: [json.loads(file.read_text()) for file in pair] for name, pair in files.items()}
+    return {name: results(folder, name) for name in files}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> dict[str, list[dict[str, Any]]]:
+    """What each of two other processes came to in more runs with an adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    finished = train(folder, adding_model, ADAPTERS)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return {name: results(folder, name) for name in ADAPTERS}
 
 
 def test_two_processes_train_one_policy_on_groups_that_span_them(trained: dict[str, list[dict[str, Any]]]) -> None:
@@ -137,13 +155,19 @@ def test_processes_that_share_prompts_learn_what_they_learn_from_rows(
     trained: dict[str, list[dict[str, Any]]],
 ) -> None:
     for rank in (0, 1):
-        assert [trained[name][rank]["num_shared"] > 0 for name in ("ddp", "fsdp2", "everything", "rows")] == [
-            True,
-            True,
-            True,
-            False,
-        ]
+        shared = {name for name, runs in trained.items() if runs[rank]["num_shared"] > 0}
+        assert shared == RUNS.keys() - {"rows", "broken"}
         check_same(trained["ddp"][rank], trained["rows"][rank])
+
+
+def test_processes_with_adapters_values_and_masks_that_share_prompts_learn_what_they_learn_from_rows(
+    trained: dict[str, list[dict[str, Any]]], adapters: dict[str, list[dict[str, Any]]]
+) -> None:
+    for shared, rows in zip(trained["everything"], adapters["everything in rows"], strict=True):
+        assert [run["num_shared"] > 0 for run in (shared, rows)] == [True, False]
+        check_same(shared, rows)
+        assert shared["history"][0]["value/loss"] > 0
+        assert shared["history"][0]["mask/in_loss_fraction"] < 1
 
 
 def test_passes_become_one_where_that_fits_on_all_processes(trained: dict[str, list[dict[str, Any]]]) -> None:
@@ -161,15 +185,28 @@ def test_weights_that_fsdp_shares_out_are_trained_as_whole_ones_are(trained: dic
     check_sharded(trained["fsdp2"][0], trained["ddp"][0])
 
 
-# DeepSpeed compiles its own communication for CPUs when it is first used, which takes minutes.
-@pytest.mark.full
-@pytest.mark.skipif(not DEEPSPEED, reason="needs deepspeed")
+def test_adapters_that_fsdp_shares_out_are_trained_as_whole_ones_are(
+    trained: dict[str, list[dict[str, Any]]], adapters: dict[str, list[dict[str, Any]]]
+) -> None:
+    for sharded, whole in zip(adapters["fsdp2 adapter"], trained["plain"], strict=True):
+        assert sharded["num_shared"] > 0
+        check_sharded(sharded, whole)
+
+
+@needs("deepspeed")
 def test_weights_that_deepspeed_shares_out_are_trained_as_whole_ones_are(
     tmp_path: Path, adding_model: str, trained: dict[str, list[dict[str, Any]]]
 ) -> None:
-    finished = train(tmp_path, adding_model, {"zero3": ALL_WEIGHTS | ZERO3})
+    rows = ALL_WEIGHTS | {"share_prompts": False}
+    runs = {"zero3": ALL_WEIGHTS | ZERO3, "zero3 rows": rows | ZERO3, "zero3 adapter": ZERO3}
+    finished = train(tmp_path, adding_model, runs, has_extras=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    check_sharded(json.loads((tmp_path / "zero3" / "rank0.json").read_text()), trained["ddp"][0])
+    for rank in (0, 1):
+        found = {name: results(tmp_path, name)[rank] for name in runs}
+        assert [run["num_shared"] > 0 for run in found.values()] == [True, False, True]
+        check_same(found["zero3"], found["zero3 rows"])
+        check_sharded(found["zero3"], trained["ddp"][rank])
+        check_sharded(found["zero3 adapter"], trained["plain"][rank])
 
 
 def test_processes_finish_a_checkpoint_together_and_go_on_from_the_newest_that_has_the_files_of_all(

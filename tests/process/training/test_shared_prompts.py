@@ -1,74 +1,20 @@
 """Passes in which each prompt is run once: loss and gradients are those of rows, up to rounding."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.both_ways import Twice, rewards_by_place
+from helpers.extras import needs, with_extras
 from helpers.marks import full
-from helpers.runs import RELYING_AT_ONCE, make_trainer
+from helpers.ranks import SCRIPTS
+from helpers.runs import RELYING_AT_ONCE, OneByOne, make_trainer
+from helpers.sums import ROWS
 from peft import LoraConfig
-
-from mcp_grpo import MCPGRPOTrainer
-from mcp_grpo.learning import PromptSharing
-
-
-class Twice(MCPGRPOTrainer):
-    """Runs each pass on rows and with prompts shared, and compares."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_compared = {"loss": 0, "scoring": 0, "reference": 0}
-        self.num_shared = 0
-        self.is_in_loss = False
-        for model in filter(None, (self.model, self.ref_model)):
-            model.register_forward_pre_hook(self.note, with_kwargs=True)
-
-    def note(self, _: Any, args: Any, kwargs: Any) -> None:
-        self.num_shared += "prompt_tree" in kwargs
-
-    def both_ways(self, run: Any) -> Any:
-        found = []
-        for is_wanted in (False, True):
-            self._sharing = PromptSharing(is_wanted)
-            assert self._shares_prompts(self.model) == is_wanted
-            before = self.num_shared
-            found.append(run())
-            assert (self.num_shared > before) == is_wanted
-        torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-3)
-        return found[1]
-
-    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        def run() -> Any:
-            self.model.zero_grad()
-            loss = super(Twice, self)._compute_loss(model, inputs)
-            loss.backward()
-            gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-            self.sizes = {name: gradient.abs().sum().item() for name, gradient in gradients.items()}
-            return loss.detach(), gradients
-
-        self.is_in_loss = True
-        self.both_ways(run)
-        self.num_compared["loss"] += sum(self.sizes.values()) > 0
-        loss = super()._compute_loss(model, inputs)
-        self.is_in_loss = False
-        self.model.zero_grad()
-        return loss
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            self._records_values = records
-            return super(Twice, self)._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-        records = self._records_values
-        if self.is_in_loss:
-            return run()
-        self.num_compared["scoring" if model is self.model else "reference"] += 1
-        return self.both_ways(run)
-
-
-def rewards_by_place(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [float(place % 3) for place in range(len(completions))]
 
 
 ADAPTER = LoraConfig(r=4, target_modules="all-linear")
@@ -86,6 +32,7 @@ EVERYTHING = {
     "peft_config": ADAPTER,
     **MASK,
 }
+OTHER_PROMPTS = [{**row, "prompt": f"{number} {'and one more ' * 4}2+3?"} for number, row in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -111,3 +58,75 @@ def test_loss_and_gradients_of_passes_are_those_of_rows(
     with make_trainer(tmp_path, adding_model, Twice, **{**settings, **changes}) as trainer:
         trainer.train()
     assert trainer.num_compared == {"loss": 0, "scoring": 0, "reference": 0} | expected
+    assert trainer.depth == 1
+
+
+def test_different_tasks_of_a_pass_share_their_tools_and_each_its_prompt(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(
+        tmp_path,
+        adding_model,
+        Twice,
+        reward=rewards_by_place,
+        rows=OTHER_PROMPTS,
+        per_device_train_batch_size=16,
+        gradient_checkpointing=False,
+        max_steps=1,
+        max_completion_length=40,
+        temperature=1.5,
+    ) as trainer:
+        trainer.train()
+    assert trainer.num_compared["loss"] == 1
+    assert sum(trainer.sizes.values()) > 1
+    assert trainer.depth == 2
+
+
+class Noting(OneByOne):
+    """Notes how many passes had a tree of prompts."""
+
+    num_shared = 0
+
+    def note(self, _: Any, args: Any, kwargs: Any) -> None:
+        self.num_shared += "prompt_tree" in kwargs
+
+
+@pytest.mark.full
+def test_updates_with_accumulated_gradients_are_those_of_rows(tmp_path: Path, adding_model: str) -> None:
+    found = []
+    for shares in (True, False):
+        with make_trainer(
+            tmp_path / str(shares),
+            adding_model,
+            Noting,
+            reward=rewards_by_place,
+            rows=OTHER_PROMPTS,
+            constants={"mcp_grpo.learning.shared_prompts.SHARE_PROMPTS": shares},
+            gradient_accumulation_steps=4,
+            per_device_train_batch_size=4,
+            max_completion_length=40,
+            temperature=1.5,
+            optim="sgd",  # with Adam, where a gradient is zero, rounding is all that counts
+            learning_rate=0.01,
+        ) as trainer:
+            trainer.model.register_forward_pre_hook(trainer.note, with_kwargs=True)
+            before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+            trainer.train()
+        assert (trainer.num_shared > 0) == shares
+        steps = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        assert len(steps) == 2
+        assert all(norm > 1e-3 for _, norm in steps), steps
+        weights = trainer.model.named_parameters()
+        found.append((steps, {name: weight.detach() - before[name] for name, weight in weights}))
+    shared, rows = found
+    assert any(update.abs().max() > 1e-4 for update in rows[1].values())
+    torch.testing.assert_close(shared, rows, atol=1e-7, rtol=1e-3)
+
+
+@pytest.mark.full
+@needs("bitsandbytes")
+def test_an_adapter_on_weights_in_4_bits_learns_what_it_learns_from_rows(tmp_path: Path, adding_model: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "share_quantized.py"), adding_model, str(tmp_path)]
+    done = subprocess.run(command, env=with_extras(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.pop("gradients") > 0.1
+    assert said == {"kinds": ["Linear4bit"], "compared": {"loss": 2, "scoring": 1, "reference": 0}}
