@@ -231,6 +231,7 @@ def train_on_servers(
     from quickstart import ADAPTER, SERVERS, make_config
 
     from mcp_grpo import MCPGRPOTrainer, summarize
+    from mcp_grpo.tasks.columns import dataset_from_rows
 
     torch.set_num_threads(1)
     folder: Path = arguments.output_dir
@@ -243,7 +244,9 @@ def train_on_servers(
         str(base_path(folder, base, seed)),
         reward_funcs=tasks.reward_funcs,
         args=config,
-        train_dataset=Dataset.from_list(tasks.train),
+        train_dataset=dataset_from_rows(
+            tasks.train
+        ),  # solutions as they are: Arrow would add arguments of other calls
         servers=SERVERS,
         peft_config=adapter,
     ) as trainer:
