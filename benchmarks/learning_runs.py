@@ -200,6 +200,7 @@ def train_on_servers(
     tasks: TaskSet,
     *,
     base: str = BASE,
+    lora_r: int | None = None,
     **settings: Any,
 ) -> Result:
     """
@@ -216,6 +217,8 @@ def train_on_servers(
             What to train on.
         base (`str`, *optional*, defaults to `"base"`):
             Name of the model.
+        lora_r (`int`, *optional*):
+            Rank of the adapter. If not given, the quickstart's.
         settings (`Any`):
             Settings on top of the quickstart's.
 
@@ -224,12 +227,16 @@ def train_on_servers(
     """
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from quickstart import ADAPTER, SERVERS, make_config
 
     from mcp_grpo import MCPGRPOTrainer, summarize
+    from mcp_grpo.tasks.columns import dataset_from_rows
 
     torch.set_num_threads(1)
     folder: Path = arguments.output_dir
+    rank = lora_r or ADAPTER.r
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ADAPTER.target_modules)
     config = make_config(
         folder / "-".join((*way, str(seed))), seed, max_steps=arguments.max_steps, disable_tqdm=True, **settings
     )
@@ -237,9 +244,11 @@ def train_on_servers(
         str(base_path(folder, base, seed)),
         reward_funcs=tasks.reward_funcs,
         args=config,
-        train_dataset=Dataset.from_list(tasks.train),
+        train_dataset=dataset_from_rows(
+            tasks.train
+        ),  # solutions as they are: Arrow would add arguments of other calls
         servers=SERVERS,
-        peft_config=ADAPTER,
+        peft_config=adapter,
     ) as trainer:
         held_out = Dataset.from_list(tasks.held_out)
         return train_and_judge(trainer, lambda: summarize(trainer.roll_out(held_out, num_generations=2)).success, seed)

@@ -1,8 +1,8 @@
 """
-Ask where turn-level advantages, the value head and the schema mask earn their place: long chains, small groups, unreliable form.
+Ask where turn-level advantages, the value head and the schema mask earn their place, and which settings keep a policy from collapse.
 
-    python benchmarks/regimes.py [--seeds 0 1 2 3 4] [--jobs 2] [--regimes chain small form small_end chain_end] [--ways ...]
-        [--max-steps 30] [--stop-after SECONDS] [--output-dir outputs/regimes]
+    python benchmarks/regimes.py [--seeds 0 1 2 3 4] [--jobs 2] [--regimes chain small form small_end chain_end stable steep]
+        [--ways ...] [--max-steps 30] [--stop-after SECONDS] [--output-dir outputs/regimes]
     python benchmarks/regimes.py --table
 
 Every run is on the quickstart's two servers, with 32 trajectories per update. The regimes are:
@@ -13,36 +13,48 @@ Every run is on the quickstart's two servers, with 32 trajectories per update. T
 - `small`: the same in groups of two.
 - `chain_end`, `small_end`: the same two with nothing but the 1 for the answer.
 - `form`: the quickstart's tasks and rewards, and a model that writes about half of its calls so that they cannot be made.
+- `stable`: the quickstart's tasks, rewards and learning rate, with the settings of the recipes.
+- `steep`: the same at three times that rate, where a policy soon gets worse again.
 
 The chains' modes are `advantage_mode`s, and two of them once more with `gamma=0.5`, by which a turn has credit for what follows
 soon (`_near`). All divide advantages by their spread over the batch: `scale_rewards="batch"` for `group`. The ways of `form` are
 `off` (no mask), `syntax` (the default mask), `hard` (all syntax, however unlikely), `bootstrap` (no mask, and
-`bootstrap_steps`); and where the extra `grammar` is installed `grammar` and `constrained` (`constrained_decoding`).
+`bootstrap_steps`); and where the extra `grammar` is installed `grammar` and `constrained` (`constrained_decoding`). Those of
+`stable` and `steep` are the `recipe` (`epsilon` 0.2, `epsilon_high` 0.28, `beta` 0, `scale_rewards="none"`, a constant rate), and the
+same with one setting changed: see `single_changes`. `clip_same` is only there to show that it is the same run: with one update
+for each batch ratios are 1, and nothing is clipped. So `twice` learns two times from each batch, and `twice_clip_same` is to be
+read beside it.
 
 For each seed the quickstart's warm start learns by imitation, with choices that are blurred: chains for one model, calls with
-errors of form for another. All ways of a seed start from the same model. The table has the mean of success on training tasks
-over all updates, and over the last ten; success on held-out tasks at the end; the share of calls that could be made; how the value
-head did; and each way beside the first of its regime, seed by seed, with 95 % intervals. Runs that are finished are not
-repeated; those of all seeds of the first regimes come first, `hybrid` and what needs an extra last. It takes about one minute of
-one core for each model and two for each run.
+errors of form for another; `stable` and `steep` begin with a model that was warmed up as the quickstart's. All ways of a seed
+start from the same model. The table has the mean of success on training tasks over all updates (without solutions that were
+replayed), and over the last ten; success on held-out tasks at the end; how far success, averaged over five updates, fell from the best that
+it had been; entropy; the share of trajectories that ran out of turns or tokens, and of calls that could be made; how the value
+head did; and each way beside the first of its regime, seed by seed, with 95 % intervals. `summary.csv` in the output folder
+has the figures of each run. Runs that are finished are not repeated; those of all seeds of the first regimes come first,
+`hybrid` and what needs an extra last. It takes about one minute of one core for each model and two for each run.
 """
 
 import argparse
+import csv
 import importlib.util
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from advantages import MODES, Completion, calls_in, shown_figure
 from learning_runs import (
+    BASE,
     SUCCESS,
     Result,
     TaskSet,
     Way,
+    averaged,
     make_parser,
     mean_success,
     paired_gain,
@@ -51,16 +63,19 @@ from learning_runs import (
     run,
     shown,
     train_on_servers,
+    warm_up,
 )
 from rich.console import Console
 from rich.table import Table
-from schema_mask import MASKS, bad_calls
+from schema_mask import MASKS
 
 
 NUM_HELD_OUT = 60
 NUM_LAST = 10  # updates at the end of a run that are looked at by themselves
 STEP_REWARD = 0.2
+SOLVED = "solutions/solved_fraction"  # success without replayed solutions
 KEPT = (SUCCESS, "reward", "entropy", "frac_reward_zero_std", "tools/valid_rate", "mask/masked_fraction")
+KEPT_KINDS = ("value/", "stop/", "solutions/", "groups/", "kl", "clip_ratio/")
 VALUE_HEAD = {"value_learning_rate": 5e-3}  # runs are short
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 32,
@@ -87,7 +102,37 @@ FORMS: dict[str, dict[str, Any]] = {
     "constrained": {**MASKS["off"], "constrained_decoding": True},
 }
 LATE = ("hybrid", "grammar", "constrained")
+RECIPE: dict[str, Any] = {  # as recipes/configs/ has it for models that were trained
+    "lr_scheduler_type": "constant_with_warmup",
+    "scale_rewards": "none",
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "beta": 0.0,
+}
 NEEDS_GRAMMAR = ("grammar", "constrained")
+
+
+def single_changes(rate: float) -> dict[str, dict[str, Any]]:
+    """The settings of the recipes at a learning rate, and with one of them changed at a time."""
+    kl = {"beta": 0.05}
+    return {
+        "recipe": {"learning_rate": rate},
+        "replay": {"learning_rate": rate, "replay_solutions": True},
+        "kl": {"learning_rate": rate, **kl},
+        "entropy": {"learning_rate": rate, "entropy_coef": 0.005},
+        "dynamic_sampling": {"learning_rate": rate, "dynamic_sampling": 2},
+        "clip_same": {"learning_rate": rate, "epsilon_high": 0.2},
+        "scale_group": {"learning_rate": rate, "scale_rewards": "group"},
+        "cut_masked": {"learning_rate": rate, "truncation": "mask"},
+        "kl_adaptive": {"learning_rate": rate, **kl, "kl_target": 0.05},
+        "rate_half": {"learning_rate": rate / 2},
+        "rate_double": {"learning_rate": rate * 2},
+        "rank_low": {"learning_rate": rate, "lora_r": 4},
+        "scale_batch": {"learning_rate": rate, "scale_rewards": "batch"},
+        "kl_moving": {"learning_rate": rate, **kl, "ref_sync": "ema", "ref_sync_steps": 1, "ref_ema_decay": 0.9},
+        "twice": {"learning_rate": rate, "num_iterations": 2},
+        "twice_clip_same": {"learning_rate": rate, "num_iterations": 2, "epsilon_high": 0.2},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +161,7 @@ def main() -> None:
     """Run all, or one part of it in a process of its own."""
     parser = make_parser(__doc__, way=["REGIME", "WAY"], output_dir="outputs/regimes", max_steps=30)
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    parser.add_argument("--ways", nargs="+", choices=[*ADVANTAGES, *FORMS], default=[*ADVANTAGES, *FORMS])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     ways = [(regime, way) for regime in arguments.regimes for way in ways_of(arguments, regime)]
     run(
@@ -149,7 +194,8 @@ def train(arguments: argparse.Namespace, seed: int, name: str, way: str) -> Resu
     settings = {**COMMON, **regime.settings, **regime.ways[way]}
     result = train_on_servers(arguments, seed, [name, way], regime.tasks(), base=regime.base, **settings)
     history = [
-        {key: value for key, value in entry.items() if key in KEPT or key.startswith("value/")}
+        {key: value for key, value in entry.items() if key in KEPT or key.startswith(KEPT_KINDS)}
+        | {SUCCESS: entry.get(SOLVED, entry[SUCCESS])}
         for entry in result["history"]
     ]
     return {"regime": name, "way": way, "max_steps": arguments.max_steps, **result, "history": history}
@@ -217,9 +263,11 @@ def rewards_of_steps(completion: Completion, subject: str, steps: list[str]) -> 
 
 
 def short_tasks() -> TaskSet:
-    """The quickstart's tasks, with fewer to judge by."""
+    """The quickstart's tasks, with their solutions, and with fewer to judge by."""
+    from mcp_grpo.quickstart.tasks import with_solutions
+
     tasks = quickstart_tasks()
-    return replace(tasks, held_out=tasks.held_out[:NUM_HELD_OUT])
+    return replace(tasks, train=with_solutions(tasks.train), held_out=tasks.held_out[:NUM_HELD_OUT])
 
 
 # ---- Models to start from ----
@@ -243,12 +291,12 @@ def imitate(rows: list[dict[str, Any]], seed: int, folder: Path, **settings: Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mcp_grpo.quickstart.warm_start import WARM_START
-    from mcp_grpo.quickstart.warmup import warm_up
+    from mcp_grpo.quickstart.warmup import warm_up as go_on
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(WARM_START, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(WARM_START)
-    warm_up(model, tokenizer, rows, anyio.run(list_tools), max_copy_steps=0, seed=seed, **settings)
+    go_on(model, tokenizer, rows, anyio.run(list_tools), max_copy_steps=0, seed=seed, **settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -286,12 +334,19 @@ MISTAKES: list[Callable[[str, tuple[str, str]], str]] = [
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Print the tables."""
-    console = Console(width=200)
+    """Print the tables, and write the figures of each run to a file."""
+    console = Console(width=240)
+    rows = list[dict[str, Any]]()
     for name in arguments.regimes:
         found = {way: runs for way in ways_of(arguments, name) if (runs := results(arguments, name, way))}
         if found:
             console.print(regime_table(name, found))
+        rows += [figures_of(name, way, run) for way, runs in found.items() for run in runs]
+    if rows:
+        with (arguments.output_dir / "summary.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 def regime_table(name: str, found: Mapping[str, list[Result]]) -> Table:
@@ -307,6 +362,10 @@ def regime_table(name: str, found: Mapping[str, list[Result]]) -> Table:
         "held out before",
         "after",
         f"beside {first}",
+        "fall from the best",
+        f"beside {first}",
+        f"entropy, last {NUM_LAST}",
+        "cut",
         f"calls made, first 5; last {NUM_LAST}",
         f"explained variance, last {NUM_LAST}",
         "seconds",
@@ -315,7 +374,7 @@ def regime_table(name: str, found: Mapping[str, list[Result]]) -> Table:
     for way, runs in found.items():
         cells = [
             (shown([value(run) for run in runs], "{:.2f}"), paired_gain(found.get(first, []), runs, value))
-            for value in (mean_success, mean_success_at_end, held_out_after)
+            for value in (mean_success, mean_success_at_end, held_out_after, fall)
         ]
         if way == first:
             cells = [(figures, "") for figures, _ in cells]
@@ -326,14 +385,60 @@ def regime_table(name: str, found: Mapping[str, list[Result]]) -> Table:
             *cells[1],
             f"{statistics.median(run['before'] for run in runs):.2f}",
             *cells[2],
+            *cells[3],
+            shown_figure(histories, "entropy", NUM_LAST),
+            f"{statistics.median(map(share_cut, runs)):.2f}",
             "; ".join(
-                f"{statistics.median(1 - bad_calls(history[part]) for history in histories):.2f}"
+                f"{statistics.median(calls_made(history[part]) for history in histories):.2f}"
                 for part in (slice(5), slice(-NUM_LAST, None))
             ),
             shown_figure(histories, "value/explained_variance", NUM_LAST),
             f"{statistics.median(run['seconds'] for run in runs):.0f}",
         )
     return table
+
+
+def figures_of(regime: str, way: str, result: Result) -> dict[str, Any]:
+    """The figures of one run."""
+    history = result["history"]
+    figures = {
+        "mean_success": mean_success(result),
+        "last_success": mean_success_at_end(result),
+        "held_out_before": result["before"],
+        "held_out_after": result["after"],
+        "fall": fall(result),
+        "entropy": mean_logged(history[-NUM_LAST:], "entropy"),
+        "cut": share_cut(result),
+        "flat_groups": mean_logged(history, "frac_reward_zero_std"),
+        "replayed": mean_logged(history, "solutions/replayed_fraction"),
+        "kl": mean_logged(history[-NUM_LAST:], "kl/all"),
+        "beta": mean_logged(history[-NUM_LAST:], "kl/beta"),
+        "clipped": mean_logged(history, "clip_ratio/region_mean"),
+        "seconds": result["seconds"],
+    }
+    shared = {"regime": regime, "way": way, "seed": result["seed"], "updates": len(history)}
+    return shared | {key: round(value, 4) for key, value in figures.items()}
+
+
+def mean_logged(history: Sequence[Result], key: str) -> float:
+    """The mean of a figure over the updates that logged it; 0 if none did."""
+    return statistics.fmean([entry[key] for entry in history if key in entry] or [0.0])
+
+
+def calls_made(history: Sequence[Result]) -> float:
+    """Share of calls that could be made; updates in which the policy made none do not count."""
+    return mean_logged(history, "tools/valid_rate")
+
+
+def share_cut(result: Result) -> float:
+    """Share of trajectories that ran out of turns or tokens."""
+    return sum(mean_logged(result["history"], f"stop/{limit}") for limit in ("max_turns", "max_tokens"))
+
+
+def fall(result: Result) -> float:
+    """How far success, averaged over a few updates, fell from the best that it had been."""
+    success = averaged(result["history"])
+    return max(best - now for best, now in zip(accumulate(success, max), success, strict=True))
 
 
 def mean_success_at_end(result: Result) -> float:
@@ -346,7 +451,7 @@ def held_out_after(result: Result) -> float:
     return result["after"]
 
 
-BASES = {"chain_base": make_chain_base, "form_base": make_form_base}
+BASES = {BASE: warm_up, "chain_base": make_chain_base, "form_base": make_form_base}
 REGIMES = {
     "chain": Regime(
         base="chain_base",
@@ -371,7 +476,10 @@ REGIMES = {
         tasks=partial(chain_tasks, rewards_turns=False),
         ways={way: ADVANTAGES[way] for way in ("group", "group_turn", "gae", "hybrid")},
     ),
+    "stable": Regime(base=BASE, tasks=short_tasks, ways=single_changes(2e-3), settings=RECIPE),
+    "steep": Regime(base=BASE, tasks=short_tasks, ways=single_changes(6e-3), settings=RECIPE),
 }
+WAYS = list(dict.fromkeys(way for regime in REGIMES.values() for way in regime.ways))
 
 
 if __name__ == "__main__":

@@ -157,6 +157,21 @@ def check_solution_forms(tasks: Sequence[Task]) -> None:
         raise TaskFormatError(
             f"The `{COLUMN}` of {few(torn, _MAX_TASKS)} needs one of its `rounds` for the prompt and each of the `user_turns`."
         )
+    if (call := _filled_call(tasks)) is not None:
+        raise TaskFormatError(
+            f"Every call of a `{COLUMN}` has the arguments of all tools: the one of {call['name']!r} has {call['arguments']}. "
+            "`Dataset.from_list` and Parquet add what others have as `None`, and a policy would learn to write it. Write the rows "
+            'to a file of JSON Lines, and read it with `mcp_grpo.tasks.load_tasks("tasks.jsonl")`.'
+        )
+
+
+def _filled_call(tasks: Sequence[Task]) -> Mapping[str, Any] | None:
+    """Return a call to which Arrow has added arguments of other tools; `None` if there is none."""
+    steps = [step for task in tasks for script in rounds_of(task) for step in script["steps"]]
+    calls = [call for step in steps for call in step["calls"]]
+    if len({call["name"] for call in calls}) < 2 or len({frozenset(call["arguments"]) for call in calls}) > 1:
+        return None
+    return next((call for call in calls if None in dict(call["arguments"]).values()), None)
 
 
 def check_replayed(tasks: Sequence[Task]) -> None:
