@@ -66,7 +66,7 @@ class Told:
         return Generation(token_ids=ids, logprobs=(-0.5,) * len(ids), finish_reason="stop")
 
     def serve(self, until: Future[Any]) -> None:
-        until.result(timeout=60)
+        until.result(timeout=200)
 
 
 def tasks(*contents: str) -> list[Task]:
@@ -196,6 +196,24 @@ def test_rollouts_at_the_same_time_share_the_places_they_are_given() -> None:
         done += beside.result(timeout=60)
     assert told.most_under_way == 3
     assert stops(done) == [StopReason.ANSWERED] * 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("isolation", ["shared", "meta"])
+def test_two_thousand_trajectories_come_back_in_order_and_leave_nothing(isolation: str) -> None:
+    number = 2048
+    batch = tasks(*(f"add {index % 3 + 1}" for index in range(number)))
+    with opened(isolation=isolation, pool_size=2) as engine:
+        rolled_out(engine, batch[:8])  # opens what stays open
+        before, processes = num_tasks(engine), len(left_behind())
+        done = rolled_out(engine, batch)
+        assert num_tasks(engine) <= before + 2  # each session may have begun to be watched
+        assert len(left_behind()) == processes
+    assert [trajectory.task for trajectory in done] == batch
+    assert stops(done) == [StopReason.ANSWERED] * number
+    for index, trajectory in enumerate(done):
+        sums = [exchange.result.text for exchange in trajectory.exchanges]
+        assert sums == [str(1 + turn) for turn in range(index % 3 + 1)]
 
 
 @pytest.mark.parametrize("kind", ["wait", full("muse")], ids=["in a tool call", "while it is sampled"])
