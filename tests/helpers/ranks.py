@@ -14,6 +14,7 @@ from helpers.extras import with_extras
 
 
 SCRIPTS = Path(__file__).parent.parent / "servers"
+LIMIT = 480  # seconds; on two busy cores, four trainings take three minutes
 
 
 def launch(
@@ -23,15 +24,21 @@ def launch(
     Run a program, of `servers/` or of another folder, on several processes, which may have the packages of `helpers.extras`,
     and wait for them.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    return subprocess.run(
-        [*command, str(SCRIPTS / script), *map(str, arguments)],
-        env={**(with_extras() if has_extras else os.environ), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}")
+    command = [*launcher, str(SCRIPTS / script), *map(str, arguments)]
+    environment = {**(with_extras() if has_extras else os.environ), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # ends its processes, too; killed, it would leave them
+                try:
+                    process.communicate(timeout=30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @contextmanager
