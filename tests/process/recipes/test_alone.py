@@ -15,6 +15,7 @@ from mcp_grpo.errors import SettingsError
 
 
 pytestmark = pytest.mark.full
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 PROGRAM = """
 import os, time
@@ -48,9 +49,9 @@ def test_what_fails_hangs_or_dies_is_told() -> None:
 
 def test_it_ends_with_the_process_that_called_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True
-    ) as program:
+    command = [sys.executable, str(tmp_path / "program.py")]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout
         assert program.stdout.readline() == "begun\n"
         deadline = time.monotonic() + 60
