@@ -26,7 +26,7 @@ def examine_limits(
     """Run some solutions up to the first call that may change something, and say which do not fit into the limits of the run."""
     renderer = parts.renderer
     assert renderer is not None
-    tried = [task for task in spread(tasks) if task.metadata.get(COLUMN) is not None]
+    tried = spread([task for task in tasks if task.metadata.get(COLUMN) is not None])
     if not tried or parts.config is None:
         return
     if not parts.is_real:
