@@ -2,7 +2,7 @@
 Ask what a step of a recipe costs: seconds and memory by phase, tokens per second.
 
     python benchmarks/recipe_step.py --config recipes/configs/qwen3_0.6b_lora_vllm.yaml --steps 20 --tokenizer FOLDER \\
-        [--beside rows] [--device cuda] [--json figures.json] [flags of the recipe]
+        [--beside rows checkpointed] [--device cuda] [--json figures.json] [flags of the recipe]
 
 It runs `recipes/grpo_qwen3.py` as it is, on the desk's real servers, with random weights of the model's shape: how weights
 are sent, whether the engine sleeps, and in how many bits the model is loaded is the recipe's own. A random model calls no
@@ -11,7 +11,7 @@ the task's scripted solution would have, and is then read as that turn. Its call
 is appended. So trajectories are as long as those that solve their tasks. All attempts of a group do the same: advantages are
 0, and the loss is computed all the same.
 
-With `--beside`, every other step runs in another way, for ratios of two ways within one run, by token as batches differ: `rows` runs a prompt
+With `--beside`, steps run by turns in the library's way and in others, for ratios within one run, by token as batches differ: `rows` runs a prompt
 once for each attempt and computes activations again in the backward pass; `checkpointed` only the latter; `compiled` has norms and MLPs compiled by
 `torch.compile`; `joined` makes one pass of several where memory has room (`JOIN_PASSES`), which needs passes of few rows to show anything.
 
@@ -253,26 +253,26 @@ class MemoryWatch:
 
 class Beside(TrainerCallback):
     """
-    Runs every other step in another way.
+    Runs steps by turns in the library's way and in others.
 
     Args:
-        way (`str`, *optional*):
-            One of `BESIDE`; none if not given.
+        ways (`Sequence[str]`):
+            The others, of `BESIDE`.
 
     Attributes:
         now (`str`):
             The way of the step at hand; empty where it is the library's own.
     """
 
-    def __init__(self, way: str | None) -> None:
-        self.way = way
+    def __init__(self, ways: Sequence[str]) -> None:
+        self.ways = ways
         self.now = ""
         self.trainer: Any = None
 
     def watch(self, trainer: MCPGRPOTrainer) -> None:
         """Get to know the trainer, before its first step."""
         self.trainer = trainer
-        if self.way != "compiled":
+        if "compiled" not in self.ways:
             return
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         for module in trainer.model.modules():
@@ -281,20 +281,17 @@ class Beside(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Change the way."""
-        if self.way is None:
-            return
-        is_other = state.global_step % 2 == 1
-        self.now = self.way if is_other else ""
-        if self.way == "rows":
-            self.trainer._sharing._is_wanted = False if is_other else None
-        if self.way == "joined":
-            checkpointing.JOIN_PASSES = is_other
-        if self.way in ("rows", "checkpointed"):
-            self.trainer._checkpointing._keeps = not is_other
+        self.now = ("", *self.ways)[state.global_step % (1 + len(self.ways))]
+        if "rows" in self.ways:
+            self.trainer._sharing._is_wanted = False if self.now == "rows" else None
+        if "joined" in self.ways:
+            checkpointing.JOIN_PASSES = self.now == "joined"
+        if {"rows", "checkpointed"} & set(self.ways):
+            self.trainer._checkpointing._keeps = self.now not in ("rows", "checkpointed")
 
     def _either(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(forward, dynamic=True)
-        return lambda *args, **kwargs: (compiled if self.now else forward)(*args, **kwargs)
+        return lambda *args, **kwargs: (compiled if self.now == "compiled" else forward)(*args, **kwargs)
 
 
 class StepFigures(TrainerCallback):
@@ -347,11 +344,11 @@ class StepFigures(TrainerCallback):
         steps = [step for step in self.steps if step["way"] == way]
         return steps[1:] or steps
 
-    def ratios(self) -> dict[str, float]:
-        """What the library's own way takes, as a share of what the other one takes: seconds per token, and the peak in the loss."""
-        own, other = self.of(), self.of(self._beside.way or "")
-        if self._beside.way is None or not (own and other):
-            return {}
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """What the library's own way takes, as a share of what each other takes: seconds per token, and the peak in the loss."""
+        return {way: self._ratio(self.of(), self.of(way)) for way in self._beside.ways if self.of() and self.of(way)}
+
+    def _ratio(self, own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
 
         def per_token(steps: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> float:
             seconds = sum(step.get(f"profile/{phase}_seconds", 0.0) for step in steps for phase in phases)
@@ -433,7 +430,9 @@ def show(figures: StepFigures) -> None:
     say("", profile_table(figures.of(), num_skipped=0), "", markdown(["", ""], rows))
     if ratios := figures.ratios():
         say("", "As a share of what the other way takes, by token:")
-        say("", markdown(["", "ratio"], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]))
+        names = list(dict.fromkeys(name for found in ratios.values() for name in found))
+        rows = [[name, *(f"{found[name]:.2f}" if name in found else "" for found in ratios.values())] for name in names]
+        say("", markdown(["", *ratios], rows))
 
 
 def solve(arguments: list[str]) -> Script:
@@ -465,7 +464,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="by default that of the configuration's model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--beside", choices=BESIDE, help="way of every other step")
+    parser.add_argument("--beside", choices=BESIDE, nargs="+", default=[], help="other ways, by turns")
     options, passed_on = parser.parse_known_args()
 
     name = grpo_qwen3.parse(["--config", options.config, *["--use_cpu", "true"] * (options.device == "cpu")])[2]
