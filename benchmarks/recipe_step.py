@@ -431,7 +431,9 @@ def show(figures: StepFigures) -> None:
     if ratios := figures.ratios():
         say("", "As a share of what the other way takes, by token:")
         names = list(dict.fromkeys(name for found in ratios.values() for name in found))
-        rows = [[name, *(f"{found[name]:.2f}" if name in found else "" for found in ratios.values())] for name in names]
+        rows = [
+            [name, *(f"{found[name]:.2f}" if name in found else "" for found in ratios.values())] for name in names
+        ]
         say("", markdown(["", *ratios], rows))
 
 
