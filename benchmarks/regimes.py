@@ -128,6 +128,7 @@ def single_changes(rate: float) -> dict[str, dict[str, Any]]:
         "rate_half": {"learning_rate": rate / 2},
         "rate_double": {"learning_rate": rate * 2},
         "rank_low": {"learning_rate": rate, "lora_r": 4},
+        "decay": {"learning_rate": rate, "lr_scheduler_type": "linear"},
         "scale_batch": {"learning_rate": rate, "scale_rewards": "batch"},
         "kl_moving": {"learning_rate": rate, **kl, "ref_sync": "ema", "ref_sync_steps": 1, "ref_ema_decay": 0.9},
         "twice": {"learning_rate": rate, "num_iterations": 2},
