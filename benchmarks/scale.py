@@ -31,11 +31,29 @@ from fixed_turns import draw_latencies, markdown, say
 # a rollout took in another, as its bound was then.
 SEQUENCES, STEP_SECONDS = (8, 64, 512), (0.55 / 256, 0.90 / 256, 5.9 / 256)
 LOOP_SECONDS = 0.0015  # that the engine waits for the loop, by turn: 9.0 s of a third run less 5.9 s, of 512 trajectories with four
-TRAINED_PER_SECOND = 57_000  # tokens of trajectories, by loss and scoring: 64 with 2,762 each in 3.08 s
-SYNC_SECONDS, ADAPTER_BYTES = 0.45, 40e6
+TRAINED_PER_SECOND = 60_000  # tokens of trajectories, by loss and scoring: 64 with 2,643 each in 2.81 s
+SYNC_SECONDS, OTHER_SECONDS, ADAPTER_BYTES = 0.76, 0.11, 40e6
+MEASURED_ROLLOUT, MEASURED_STEP = 3.26, 7.07  # of the run that these are of: 64 trajectories on the desk's servers
 CABLE = 20e9  # bytes per second between GPUs of different machines, about 200 Gbit/s with what gets lost; not measured
-TOKENS_OF_A_TURN, TOKENS_OF_A_TRAJECTORY = 46, 2762
-TURNS, SHARES = (2, 3, 4, 5, 6), (0.25, 0.4, 0.2, 0.1, 0.05)
+TOKENS_OF_A_TRAJECTORY = 2643
+# Tokens of the turns of a solution, for each family of the desk: the median of its training tasks, with Qwen3's tokenizer.
+FAMILIES = (
+    (23, 25, 10),
+    (23, 35, 13),
+    (47, 57, 35),
+    (94, 113, 8),
+    (23, 52, 14),
+    (41, 22, 17),
+    (39, 23, 23, 10),
+    (23, 53, 492, 10),
+    (45, 56, 9),
+    (57, 60, 75, 8),
+    (23, 52, 13),
+    (22, 52, 104, 10),
+    (23, 53, 10),
+    (22, 28, 13),
+)
+GROUP = 8
 PER_GPU, FIXED = 64, 512
 MEASURED = {  # seconds of each run that had it
     ("0", 8): (0.96, 0.58),
@@ -101,12 +119,10 @@ def roll_out(turns: Sequence[Sequence[int]], latencies: Sequence[Sequence[float]
     return now
 
 
-def draw_turns(number: int, rng: random.Random) -> list[list[int]]:
-    """Draw the turns of trajectories like those of the desk."""
-    counts = rng.choices(TURNS, SHARES, k=number)
-    return [
-        [max(1, round(rng.lognormvariate(np.log(TOKENS_OF_A_TURN) - 0.125, 0.5))) for _ in range(n)] for n in counts
-    ]
+def draw_turns(number: int, rng: random.Random) -> list[tuple[int, ...]]:
+    """Draw the turns of trajectories like those of the desk, in groups of the same task."""
+    groups = rng.choices(FAMILIES, k=-(-number // GROUP))
+    return [turns for turns in groups for _ in range(GROUP)][:number]
 
 
 def sampled(num_trajectories: int, num_engines: int, latency: str) -> float:
@@ -117,7 +133,7 @@ def sampled(num_trajectories: int, num_engines: int, latency: str) -> float:
         rng = random.Random(batch)
         seconds = []
         for engine, share in enumerate(shares):
-            latencies = draw_latencies(latency, share, max(TURNS), seed=1000 * batch + engine)
+            latencies = draw_latencies(latency, share, max(map(len, FAMILIES)), seed=1000 * batch + engine)
             seconds.append(roll_out(draw_turns(share, rng), latencies))
         found.append(max(seconds))
     return statistics.mean(found)
@@ -132,14 +148,14 @@ def trained(num_trajectories: int, num_gpus: int) -> float:
 def in_process(num_trajectories: int, num_gpus: int, latency: str) -> tuple[float, float, float]:
     """Return the seconds of sampling, training and a step, each GPU doing both."""
     sampling, training = sampled(num_trajectories, num_gpus, latency), trained(num_trajectories, num_gpus)
-    return sampling, training, sampling + training + SYNC_SECONDS
+    return sampling, training, sampling + training + SYNC_SECONDS + OTHER_SECONDS
 
 
 def on_servers(num_trajectories: int, num_gpus: int, latency: str) -> tuple[float, float, float]:
     """Return the same with half of the GPUs for servers, which sample ahead; one that sends to many engines sends to one after another."""
     half = max(1, num_gpus // 2)
     sampling, training = sampled(num_trajectories, half, latency), trained(num_trajectories, half)
-    sync = SYNC_SECONDS + half * ADAPTER_BYTES / CABLE
+    sync = SYNC_SECONDS + OTHER_SECONDS + half * ADAPTER_BYTES / CABLE
     return sampling, training, max(sampling, training) + sync
 
 
@@ -157,6 +173,11 @@ def compare() -> None:
         ratios = f"{found / max(seconds):.2f} to {found / min(seconds):.2f}"
         rows.append([latency, str(number), ", ".join(f"{each:.2f}" for each in seconds), f"{found:.2f}", ratios])
     say(markdown(["latency", "trajectories", "measured, s", "simulated, s", "of measured"], rows), "")
+    sampling, _, step = in_process(PER_GPU, 1, "0")
+    say(
+        f"A step of {PER_GPU} on the desk: {step:.1f} s simulated, {MEASURED_STEP} s measured; its rollout {sampling:.1f} and {MEASURED_ROLLOUT} s.",
+        "",
+    )
 
 
 def grow(gpus: Sequence[int], latencies: Sequence[str]) -> None:
@@ -173,10 +194,17 @@ def grow(gpus: Sequence[int], latencies: Sequence[str]) -> None:
                     sampling, training, step = layout(trajectories, number, latency)
                     rate = trajectories / step / number
                     alone = alone or rate
-                    cells = [f"{sampling:.1f}", f"{training:.1f}", f"{step:.1f}", f"{trajectories / step:.0f}"]
+                    tokens = trajectories * TOKENS_OF_A_TRAJECTORY / step
+                    cells = [
+                        f"{sampling:.1f}",
+                        f"{training:.1f}",
+                        f"{step:.1f}",
+                        f"{trajectories / step:.0f}",
+                        f"{tokens:,.0f}",
+                    ]
                     rows.append([latency, name, str(trajectories), str(number), *cells, f"{rate / alone:.2f}"])
     columns = ["latency", "layout", "trajectories a step", "GPUs", "sampling, s", "training, s", "step, s"]
-    say(markdown([*columns, "trajectories/s", "of the first, per GPU"], rows), "")
+    say(markdown([*columns, "trajectories/s", "tokens/s", "of the first, per GPU"], rows), "")
 
 
 def count_bytes() -> None:
