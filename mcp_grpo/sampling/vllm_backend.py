@@ -33,6 +33,17 @@ APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Variable of vLLM that gives an engine a process of its own."""
 MAX_FINE_SIZE = 512
 """Requests for which every few have a CUDA graph of their own, as with vLLM."""
+TOO_LITTLE_MEMORY = {
+    "No available memory for the cache": "Its weights and its largest step take all of its share of the GPU, `vllm_gpu_memory_utilization` "
+    "({share}). Raise it, or take a larger GPU.",
+    "cache is needed": "Its cache has no room for one trajectory of `vllm_max_model_length` tokens. Raise `vllm_gpu_memory_utilization` "
+    "({share}), its share of the GPU, or lower `vllm_max_model_length` ({length}).",
+    "is less than desired": "Less memory is free than its share, `vllm_gpu_memory_utilization` ({share}): the policy or another process "
+    "has the rest. Lower it, or end what else runs there.",
+    "Error in memory profiling": "Another process on the GPU gave memory back while it measured what it needs. Start the run "
+    "again; let runs that share a GPU start one after another.",
+}
+"""What to do, by a part of what vLLM says where it finds too little memory to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +187,12 @@ class VLLMBackend(VLLMGeneration):
             stack.enter_context(engine_arguments({**arguments, **self._settings.engine}))
             stack.enter_context(_random_state_kept())
             before = _children()
-            super()._init_vllm()
+            try:
+                super()._init_vllm()
+            except (ValueError, RuntimeError, AssertionError) as error:
+                if problem := memory_problem(error, self.gpu_memory_utilization, self.max_model_length):
+                    raise SettingsError(problem) from error
+                raise
         if self._is_apart:
             self._end_processes = end_with_us(each.pid for each in _children() - before)
         if self.sends_adapters and sleeps:
@@ -358,6 +374,15 @@ def _rounded_before_quantization(policy: Any) -> tuple[str, str] | None:
     if stored is None or loaded is None or torch.promote_types(stored, loaded) == loaded:  # nothing was lost
         return None
     return str(stored).removeprefix("torch."), str(loaded).removeprefix("torch.")
+
+
+def memory_problem(error: Exception, share: float, length: int | None) -> str | None:
+    """Return what to do where vLLM finds too little memory to start, or `None` if that is not what is wrong."""
+    advice = next((each for part, each in TOO_LITTLE_MEMORY.items() if part in str(error)), None)
+    if advice is None:
+        return None
+    advice = advice.format(share=share, length=length or "the model's own length")
+    return f"vLLM has too little memory to start. {advice} It says: {error}"
 
 
 @contextmanager

@@ -272,6 +272,15 @@ def test_an_engine_that_sleeps_does_so_once_per_batch_also_if_groups_are_replace
 
 
 @pytest.mark.vllm
+def test_an_engine_without_room_for_a_trajectory_says_which_setting_to_change(
+    tmp_path: Path, wide_adding_model: str
+) -> None:
+    no_room = IN_PROCESS | {"vllm_engine_kwargs": ENGINE | {"kv_cache_memory_bytes": 64 << 10}}
+    with pytest.raises(SettingsError, match=r"lower `vllm_max_model_length` \(2048\)"):
+        make_trainer(tmp_path, wide_adding_model, **no_room)
+
+
+@pytest.mark.vllm
 def test_a_trainer_that_trains_again_samples_from_the_weights_it_has_by_then(
     tmp_path: Path, wide_adding_model: str
 ) -> None:
