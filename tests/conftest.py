@@ -48,6 +48,7 @@ LONG = (
 def pytest_configure(config: pytest.Config) -> None:
     """Start one fork server for all test processes, where there are several, and leave what they import to them."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # nothing of what is imported and collected is garbage, and to look for it takes seconds
         config.pluginmanager.import_plugin("helpers.fixtures")
         return
     folder = tempfile.TemporaryDirectory()
@@ -73,3 +74,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported is garbage to no test, and every training collects garbage several times
+    gc.enable()
