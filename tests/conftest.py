@@ -30,11 +30,12 @@ LONG = (
     "test_recipes.py",
     "test_notebooks.py",
     "test_trainer.py",
+    "test_desk.py",
     "test_ranks.py",
     "test_sft_recipe.py",
     "test_grpo_recipe.py",
-    "test_objective.py",
     "test_faults.py",
+    "test_objective.py",
     "test_docs_snippets.py",
     "test_cli.py",
     "test_part_ranks.py",
@@ -48,6 +49,7 @@ LONG = (
 def pytest_configure(config: pytest.Config) -> None:
     """Start one fork server for all test processes, where there are several, and leave what they import to them."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # nothing of what is imported and collected is garbage, and to look for it takes seconds
         config.pluginmanager.import_plugin("helpers.fixtures")
         return
     folder = tempfile.TemporaryDirectory()
@@ -73,3 +75,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported is garbage to no test, and every training collects garbage several times
+    gc.enable()

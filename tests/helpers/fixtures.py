@@ -67,6 +67,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "MAX_PAUSE", 0.2)
 
 
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """Leaves out the curves on cards, which take longer to draw than the steps of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mcp_grpo.publishing.publisher.plot_curves", lambda *args: None)
+        yield
+
+
 @pytest.fixture
 def make_task() -> Callable[..., Task]:
     """Makes tasks about nothing."""

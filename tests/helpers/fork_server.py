@@ -136,12 +136,15 @@ def _become(command: list[str], cwd: str, env: dict[str, str], to: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # nothing that is imported is garbage
+
     import datasets  # noqa: F401
     import peft  # noqa: F401
 
     import mcp_grpo.trainer  # noqa: F401
 
     gc.freeze()  # what was imported is garbage to no program; to look through it would take each seconds at its end
+    gc.enable()
 
     if (request := _serve(sys.argv[1])) is not None:
         _become(**request)

@@ -1,5 +1,6 @@
 """Policies for tests: tiny models, and one that says what it is told to."""
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -67,21 +68,36 @@ def teach(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, examples: Sequence[tuple[str, str]], steps: int = 120
 ) -> None:
     """Fit a tiny model to continue each prompt with its turn."""
-    rows = [
-        (tokenizer(p, add_special_tokens=False)["input_ids"], tokenizer(t, add_special_tokens=False)["input_ids"])
-        for p, t in examples
-    ]
-    width = max(len(p) + len(t) for p, t in rows)
-    ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-    labels = torch.full_like(ids, -100)
-    for row, (prompt, turn) in enumerate(rows):
-        ids[row, : len(prompt) + len(turn)] = torch.tensor([*prompt, *turn])
-        labels[row, len(prompt) : len(prompt) + len(turn)] = torch.tensor(turn)
+    rows, learnt = _rows_to_learn(tokenizer, examples)
+    ids = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+    places = torch.tensor(list(learnt))
+    weights = torch.tensor([float(count) for count in learnt.values()])
+    targets = ids[places[:, 0], places[:, 1]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model.train()
     for _ in range(steps):
-        model(input_ids=ids, labels=labels).loss.backward()
+        logits = model(input_ids=ids).logits[places[:, 0], places[:, 1] - 1]
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        (losses @ weights / weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
+
+
+def _rows_to_learn(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[tuple[str, str]]
+) -> tuple[list[list[int]], Counter[tuple[int, int]]]:
+    """Rows of tokens, and how often each of their places is learnt: an example that another begins with needs no row."""
+    split = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in example] for example in examples]
+    rows: list[list[int]] = []
+    learnt = Counter[tuple[int, int]]()
+    for prompt, turn in sorted(split, key=lambda parts: -len(parts[0] + parts[1])):
+        whole = prompt + turn
+        row = next((i for i, other in enumerate(rows) if other[: len(whole)] == whole), len(rows))
+        if row == len(rows):
+            rows.append(whole)
+        learnt.update((row, place) for place in range(len(prompt), len(whole)))
+    return rows, learnt

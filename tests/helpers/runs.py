@@ -19,6 +19,8 @@ IN_BF16 = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [pytest.mark.f
 
 RELYING_AT_ONCE = {"mcp_grpo.learning.advantages.hybrid.WARMUP_BATCHES": 0}
 """Constants with which `advantage_mode="hybrid"` relies on the value head from the first batch on."""
+BRIEF = {"max_completion_length": 200}
+"""Enough for three turns of `adding_model`: one that has lost its way, which many a test makes it, goes on up to there."""
 IMPATIENT = {"mcp_grpo.monitor.health.PATIENCE": 3}
 """Constants with which a sign of ill health counts sooner."""
 

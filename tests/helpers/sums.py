@@ -27,6 +27,8 @@ SCHEMA_WORDS = (
     "required",
     "title",
     "type",
+    "arguments",  # after "parameters", whose letters it would join first
+    "name",
 )
 ROWS = [{"task_id": f"sum-{i}", "prompt": "2+3?", "answer": "5", "colour": "red"} for i in range(4)]
 
@@ -44,7 +46,8 @@ def save_adding_model(folder: Path, tools: list[dict[str, Any]], *, is_short: bo
     suffix = tokenizer.decode(renderer.suffix_ids([{"role": "tool", "name": "add", "content": "5"}]))
     # Sometimes a wrong answer, so that a group has something to learn from.
     answers = ["5<|im_end|>", "5<|im_end|>", "6<|im_end|>"]
-    teach(model, tokenizer, [(prompt, CALL), *((prompt + CALL + suffix, answer) for answer in answers)])
+    examples = [(prompt, CALL), *((prompt + CALL + suffix, answer) for answer in answers)]
+    teach(model, tokenizer, examples, steps=80 if is_short else 120)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -30,4 +30,5 @@ async def wait() -> str:
     return ""
 
 
-server.run("stdio")
+if __name__ == "__main__":
+    server.run("stdio")

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -31,15 +32,13 @@ def answer(request_id: Any, text: str) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "result": result}).encode()
 
 
+@cache
 def bomb() -> bytes:
     """300 MB in 300 kB."""
     compressor = zlib.compressobj(9, wbits=zlib.MAX_WBITS | 16)
     start = compressor.compress(b'{"jsonrpc":"2.0","id":1,"result":{"content":[{"type":"text","text":"')
     middle = b"".join(compressor.compress(b"x" * 1_000_000) for _ in range(BOMB_SIZE // 1_000_000))
     return start + middle + compressor.flush()
-
-
-BOMB = bomb()
 
 
 class Hostile(BaseHTTPRequestHandler):
@@ -107,9 +106,9 @@ class Hostile(BaseHTTPRequestHandler):
             case "zipped":
                 self.reply(200, gzip.compress(good), content_encoding="gzip")
             case "bomb":
-                self.reply(200, BOMB, content_encoding="gzip")
+                self.reply(200, bomb(), content_encoding="gzip")
             case "bomb events":
-                self.reply(200, BOMB, "text/event-stream", content_encoding="gzip")
+                self.reply(200, bomb(), "text/event-stream", content_encoding="gzip")
             case "not zipped":
                 self.reply(200, good, content_encoding="gzip")
             case "unknown encoding":
@@ -202,6 +201,7 @@ async def test_a_compressed_reply_is_read(config: Callable[..., ServerConfig]) -
 async def test_a_small_reply_that_becomes_a_large_one_is_dropped_while_it_is_read(
     config: Callable[..., ServerConfig], how: str
 ) -> None:
+    bomb()  # made before anything is measured
     process, before = psutil.Process(), psutil.Process().memory_info().rss
     largest = before
     async with ToolPool([config()]) as pool, longest_stall() as stall:

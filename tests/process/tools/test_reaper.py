@@ -181,12 +181,16 @@ begun, reaper._begun = reaper._begun, lambda pid: "17"  # that of a process whic
 reaper.end_with_us([sleepers[1].pid])
 reaper._begun = begun
 print(*(sleeper.pid for sleeper in sleepers), flush=True)
+input()
 {end}
 """
-    user = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", program]
+    user = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert user.stdin
     assert user.stdout
     sleepers = [psutil.Process(int(pid)) for pid in user.stdout.readline().split()]
     try:
+        print(file=user.stdin, flush=True)  # they are known: it may end
         assert len(sleepers) == 3
         assert eventually(lambda: not is_there(sleepers[0]))
         time.sleep(0.3)  # the others would have been killed just after it

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers.runs import settings
+from helpers.runs import BRIEF, settings
 from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -22,6 +22,8 @@ from mcp_grpo.monitor import learning_sentence
 from mcp_grpo.rewards import is_done
 
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 EVALUATED: dict[str, Any] = {
     "eval_strategy": "steps",
     "eval_steps": 1,
@@ -29,6 +31,7 @@ EVALUATED: dict[str, Any] = {
     "num_generations_eval": 2,
 }
 EVALUATED |= {"per_device_eval_batch_size": 8, "save_strategy": "steps", "save_steps": 100, "max_steps": 3}
+PAIR = {"num_generations": 2, "per_device_train_batch_size": 2}  # enough, where rewards are given
 GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2, 4: 0.2, 5: 0.2}
 
 
@@ -56,7 +59,7 @@ def make_trainer(
     trainer = MCPGRPOTrainer(
         model,
         reward,
-        settings(folder, **{**EVALUATED, "learning_rate": 1e-2, **changes}),
+        settings(folder, **{**EVALUATED, **PAIR, **BRIEF, "learning_rate": 1e-2, **changes}),
         Dataset.from_list(ROWS),
         eval_dataset=Dataset.from_list(ROWS),
         servers={"sums": server},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.marks import full
-from helpers.runs import OneByOne, make_trainer
+from helpers.runs import BRIEF, OneByOne, make_trainer
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
 from mcp_grpo.learning.checkpointing import DeviceMemory
@@ -16,6 +16,7 @@ from mcp_grpo.monitor import RUN_FILE
 
 
 SHORT: dict[str, Any] = {"num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 1}
+SHORT |= BRIEF
 
 
 def paid_steps(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float]]:

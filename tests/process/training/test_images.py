@@ -87,7 +87,8 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        {"max_steps": 1},
+        pytest.param({}, marks=pytest.mark.full),
         pytest.param({"old_logps": "trainer", "num_iterations": 2}, marks=pytest.mark.full),
         pytest.param({"advantage_mode": "gae"}, marks=pytest.mark.full),
         pytest.param({"peft_config": LoraConfig(r=4, target_modules="all-linear")}, marks=pytest.mark.full),

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.marks import full
-from helpers.runs import IMPATIENT, RELYING_AT_ONCE, OneByOne, make_trainer
+from helpers.runs import BRIEF, IMPATIENT, RELYING_AT_ONCE, OneByOne
+from helpers.runs import make_trainer as make_any_trainer
 from helpers.sums import ROWS
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -31,6 +33,7 @@ EVERYTHING: dict[str, Any] = {
     "bootstrap_steps": 2,
 }
 LORA = LoraConfig(r=4, target_modules="all-linear")
+make_trainer = partial(make_any_trainer, **BRIEF)
 PAIR = {"num_generations": 2, "per_device_train_batch_size": 2}  # enough, where it does not matter what is sampled
 
 
@@ -110,7 +113,7 @@ def steps(trainer: MCPGRPOTrainer) -> list[dict[str, Any]]:
 
 
 def test_everything_at_once_trains_an_adapter_and_says_how_it_goes(tmp_path: Path, adding_model: str) -> None:
-    with make_trainer(tmp_path, adding_model, peft_config=LORA, max_steps=3, **EVERYTHING) as trainer:
+    with make_trainer(tmp_path, adding_model, peft_config=LORA, max_steps=2, **EVERYTHING) as trainer:
         trainer.train()
     first, *_, last = steps(trainer)
     assert first["ratio/p50"] == pytest.approx(1, abs=1e-4)

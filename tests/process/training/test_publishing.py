@@ -204,7 +204,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> MCPG
     """A policy with a value head, and where it was saved (`args.output_dir`)."""
     folder = tmp_path_factory.mktemp("trained")
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    with make_trainer(folder, adding_model, peft_config=lora, advantage_mode="hybrid", max_steps=1) as trainer:
+    # Few tokens: with such an adapter it does not know when to end.
+    few = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 40}
+    with make_trainer(folder, adding_model, peft_config=lora, advantage_mode="hybrid", **few) as trainer:
         trainer.train()
         trainer.save_model()
         trainer.save_model(str(folder / "elsewhere"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.marks import full
-from helpers.runs import RELYING_AT_ONCE, OneByOne, make_trainer
+from helpers.runs import BRIEF, RELYING_AT_ONCE, OneByOne, make_trainer
 from helpers.sums import ROWS
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -21,7 +21,10 @@ from mcp_grpo.learning import value_head_from_pretrained
 from mcp_grpo.publishing import PrivateValues, publishable_copy
 
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 EVERYTHING: dict[str, Any] = {
+    **BRIEF,
     "advantage_mode": "hybrid",
     "constants": RELYING_AT_ONCE,
     "value_learning_rate": 1e-2,
@@ -249,14 +252,14 @@ def test_the_best_checkpoint_is_loaded_with_its_value_head(tmp_path: Path, addin
 
 
 def test_a_checkpoint_holds_the_adapter_and_beside_it_the_value_head_and_the_reference(
-    adding_model: str, adapter_run: MCPGRPOTrainer
+    adding_model: str, reusing_run: MCPGRPOTrainer
 ) -> None:
-    folder = checkpoint_of(adapter_run, 2)
+    folder = checkpoint_of(reusing_run, 3)
     assert not (folder / "ref").exists()
     assert not any("ref" in name or "value_head" in name for name in load_file(folder / "adapter_model.safetensors"))
     assert {"value_head.safetensors", "reference.safetensors"} <= {file.name for file in folder.iterdir()}
     loaded = value_head_from_pretrained(AutoModelForCausalLM.from_pretrained(adding_model), folder)
-    for name, weight in adapter_run._values.head.state_dict().items():
+    for name, weight in reusing_run._values.head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     assert any(weight.abs().max() > 0 for weight in loaded.state_dict().values())
 
@@ -270,7 +273,7 @@ def test_full_weights_are_saved_without_the_value_head(tmp_path: Path, full_run:
 
 
 def test_the_value_head_is_not_pushed(
-    tmp_path: Path, adapter_run: MCPGRPOTrainer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reusing_run: MCPGRPOTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: set[str] = set()
 
@@ -279,10 +282,10 @@ def test_the_value_head_is_not_pushed(
             pushed.update(file.name for file in Path(folder_path).iterdir())
 
     monkeypatch.setattr(transformers_trainer, "hf_api", Hub)
-    monkeypatch.setattr(adapter_run, "hub_model_id", "somebody/sums")
-    monkeypatch.setattr(adapter_run.args, "output_dir", str(tmp_path))
-    adapter_run.save_model()
-    adapter_run.push_to_hub()
+    monkeypatch.setattr(reusing_run, "hub_model_id", "somebody/sums")
+    monkeypatch.setattr(reusing_run.args, "output_dir", str(tmp_path))
+    reusing_run.save_model()
+    reusing_run.push_to_hub()
     assert "adapter_model.safetensors" in pushed
     assert "value_head.safetensors" not in pushed
     assert (tmp_path / "value_head.safetensors").exists()

@@ -19,6 +19,7 @@ import torch
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.marks import full
 from helpers.processes import left_behind
+from servers.slow import server
 
 from mcp_grpo.learning import rollout_columns, token_columns
 from mcp_grpo.metrics import trajectory_metrics
@@ -30,6 +31,7 @@ from mcp_grpo.types import Segment, StopReason, Task, Trajectory
 TOKENIZER = family_tokenizer("qwen3")
 RENDERER = Renderer(TOKENIZER, end_of_turn_ids=end_of_turn_ids("qwen3", TOKENIZER))
 LIMITS = Limits(max_turns=6, max_completion_length=8000)
+HERE = {"server": server}  # in this process, where it starts at once
 SERVER = {"command": sys.executable, "args": [str(Path(__file__).parents[2] / "servers" / "slow.py")]}
 
 
@@ -78,8 +80,8 @@ def tasks(*contents: str) -> list[Task]:
 
 
 @contextmanager
-def opened(**extension: Any) -> Iterator[RolloutEngine]:
-    engine = RolloutEngine({"slow": {**SERVER, "x-mcp-grpo": extension}})
+def opened(of: dict[str, Any] = SERVER, **extension: Any) -> Iterator[RolloutEngine]:
+    engine = RolloutEngine({"slow": {**of, "x-mcp-grpo": extension}})
     try:
         yield engine
     finally:
@@ -175,7 +177,7 @@ def test_an_attempt_that_was_broken_off_never_makes_a_task_look_shorter(reason: 
 
 def test_no_more_trajectories_are_under_way_than_allowed_and_waiting_is_counted() -> None:
     told, everyone = Told(), Told()
-    with opened() as engine:
+    with opened(HERE) as engine:
         few = rolled_out(engine, tasks(*["add 2"] * 12), told, max_concurrent=3)
         rolled_out(engine, tasks(*["add 2"] * 12), everyone)
     assert told.most_under_way == 3
@@ -190,7 +192,7 @@ def test_no_more_trajectories_are_under_way_than_allowed_and_waiting_is_counted(
 def test_rollouts_at_the_same_time_share_the_places_they_are_given() -> None:
     told, room = Told(), anyio.Semaphore(3)
     how: dict[str, Any] = {"renderer": RENDERER, "generator": told, "limits": LIMITS, "room": room}
-    with opened() as engine:
+    with opened(HERE) as engine:
         beside = engine.start(partial(engine.attempt_all, tasks(*["add 2"] * 6), **how))
         done = engine.roll_out(tasks(*["add 1"] * 6), **how)
         done += beside.result(timeout=60)
@@ -259,7 +261,7 @@ def test_progress_counts_what_was_done_over_several_rollouts() -> None:
     progress = RolloutProgress()
     assert progress.seconds_left is None
     assert progress.tokens_per_second == 0
-    with opened() as engine:
+    with opened(HERE) as engine:
         for _ in range(2):
             done = engine.roll_out(
                 tasks("add 1", "add 2"), renderer=RENDERER, generator=Told(), limits=LIMITS, progress=progress

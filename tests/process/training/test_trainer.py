@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from helpers.families import family_tokenizer
 from helpers.marks import full
 from helpers.policies import save_tiny_model
 from helpers.processes import left_behind
-from helpers.runs import Attempting, make_trainer
-from helpers.runs import settings as config
+from helpers.runs import BRIEF, Attempting, make_trainer, settings
 from helpers.sums import ROWS, SERVER, SERVERS
 from peft import LoraConfig, PeftModel, get_peft_model
 from servers.sums import server
@@ -35,6 +35,7 @@ from mcp_grpo.trl_compat import ROW_MEAN_LOSSES
 from mcp_grpo.types import Segment, StopReason, Task
 
 
+config = partial(settings, **BRIEF)
 DATASET = Dataset.from_list(ROWS)
 HERE = {"sums": server}  # in this process, where it starts at once
 OTHER_LOSSES = [name for name in ROW_MEAN_LOSSES if name != "grpo"]
@@ -438,14 +439,15 @@ def test_a_row_without_the_needed_columns_is_refused_before_anything_starts(tmp_
 
 def test_a_task_that_names_a_server_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "servers": ["sum"]}]
-    refuse(CatalogError, "'sum'", "'sum-0'", "sums", rows=rows, args=config(tmp_path))
+    refuse(CatalogError, "'sum'", "'sum-0'", "sums", rows=rows, servers=HERE, args=config(tmp_path))
 
 
 def test_tasks_that_cannot_be_rewarded_are_refused_with_their_number_and_all_that_is_wrong(tmp_path: Path) -> None:
     rows = [{**row, "answer": None, "tools": None} for row in ROWS]
-    refuse(TaskFormatError, "`exact_answer`, 4 tasks ('sum-0'", "and 1 more", rows=rows, args=config(tmp_path))
+    here: dict[str, Any] = {"servers": HERE, "args": config(tmp_path)}
+    refuse(TaskFormatError, "`exact_answer`, 4 tasks ('sum-0'", "and 1 more", rows=rows, **here)
     rows[3]["tools"] = ["ad"]
-    refuse(CatalogError, "tool 'ad' (1 task: 'sum-3')", "`add`", "4 tasks ('sum-0'", rows=rows, args=config(tmp_path))
+    refuse(CatalogError, "tool 'ad' (1 task: 'sum-3')", "`add`", "4 tasks ('sum-0'", rows=rows, **here)
 
 
 def test_a_reward_that_cannot_be_called_is_refused_and_one_of_somebody_s_own_is_not_tried(tmp_path: Path) -> None:
@@ -469,7 +471,7 @@ def test_a_task_that_names_a_tool_that_does_not_exist_is_refused(tmp_path: Path)
 
 def test_a_held_out_task_is_checked_too(tmp_path: Path) -> None:
     held_out = Dataset.from_list([{**ROWS[0], "tools": ["ad"]}])
-    refuse(CatalogError, "'ad'", args=config(tmp_path), eval_dataset=held_out)
+    refuse(CatalogError, "'ad'", servers=HERE, args=config(tmp_path), eval_dataset=held_out)
 
 
 def test_a_server_that_cannot_start_is_shown_with_its_words(tmp_path: Path) -> None:

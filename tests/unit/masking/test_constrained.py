@@ -99,7 +99,7 @@ def test_every_sampled_call_is_read_and_fits_its_schema(generations: list[Genera
 
 
 def test_without_a_constraint_the_same_policy_writes_no_valid_call(portal: BlockingPortal, model: Any) -> None:
-    generations = generate(portal, model, constrained(24, constraint=None))
+    generations = generate(portal, model, constrained(24, constraint=None, max_tokens=100))
     assert any(TRIGGER in generation.token_ids for generation in generations)
     assert not any(RENDERER.parse(PROMPT, generation.token_ids, TOOLS).calls for generation in generations)
 
@@ -149,8 +149,8 @@ def test_most_of_the_policy_is_allowed_in_free_text_and_little_of_it_in_a_call(g
 
 
 def test_a_free_row_in_a_constrained_batch_is_as_it_was(portal: BlockingPortal, model: Any) -> None:
-    free = constrained(4, constraint=None)
-    mixed = [*free[:2], *constrained(4)[2:]]
+    free = constrained(4, constraint=None, max_tokens=100)
+    mixed = [*free[:2], *constrained(4, max_tokens=100)[2:]]
     before, after = generate(portal, model, free), generate(portal, model, mixed)
     assert before[:2] == after[:2]
     assert [generation.allowed_logprobs is None for generation in after] == [True, True, False, False]

@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -435,6 +436,21 @@ def test_what_goes_wrong_in_finishing_a_trajectory_comes_out_as_it_is() -> None:
     assert gc.get_freeze_count() == 0
 
 
+class _Served(_Wandering):
+    """Says nothing before it is served, which another thread may get to late."""
+
+    def __init__(self) -> None:
+        self._is_served = threading.Event()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        await anyio.to_thread.run_sync(self._is_served.wait, 60)
+        return await super().generate(prompt_ids, sampling)
+
+    def serve(self, until: Future[Any]) -> None:
+        self._is_served.set()
+        super().serve(until)
+
+
 @pytest.mark.usefixtures("unfrozen")
 def test_garbage_is_looked_for_among_new_objects_only_while_trajectories_are_under_way(
     monkeypatch: pytest.MonkeyPatch,
@@ -447,7 +463,7 @@ def test_garbage_is_looked_for_among_new_objects_only_while_trajectories_are_und
         return trajectory
 
     engine = RolloutEngine({"desk": desk()})
-    settings: dict[str, Any] = {"renderer": RENDERER, "generator": _Wandering(), "limits": LIMITS, "finish": finish}
+    settings: dict[str, Any] = {"renderer": RENDERER, "generator": _Served(), "limits": LIMITS, "finish": finish}
     try:
         engine.roll_out([TASK], **settings)
         assert counts[0] > 10_000
