@@ -40,6 +40,7 @@ def notes_of(series: Series, reaction: str = "stop", patience: int = 3) -> list[
     [
         ({"ratio/p50": 1.03}, 1, ["1.030", "the template"]),
         ({"align/score": 0.94, "align/logp_mae": 0.25}, 1, ["94.0%", "0.250 nats", "cast_lm_head_to_fp32"]),
+        ({"align/score": 0.47, "align/logp_mae": 9.97}, 1, ["10.0 nats per token", "`speculative_config`"]),
         ({"mask/in_loss_fraction": 0.4}, 3, ["40%", "schema_mask"]),
         (FLAT, 3, ["In 3 batches in a row", "same reward", "0.50", "dynamic_sampling"]),
         ({"tools/call_frequency": 0.0}, 3, ["No tool was called", "bootstrap_steps"]),
@@ -137,6 +138,7 @@ def test_a_reward_that_rose_and_fell_again_while_entropy_vanished_is_a_collapse(
         ({"tools/call_frequency": 0.0}, "never_calls", 6),
         (FLAT, "no_spread", 12),
         ({"ratio/p50": 1.1}, "ratio", 1),
+        ({"align/score": 0.94, "align/logp_mae": 0.6}, "other_policy", 1),
     ],
 )
 def test_what_a_run_is_stopped_for(changes: dict[str, float], name: str, step: int) -> None:

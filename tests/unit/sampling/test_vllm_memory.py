@@ -6,7 +6,9 @@ from mcp_grpo.sampling.vllm_backend import memory_problem
 
 
 # As vLLM says it; only a GPU of the right size would make it say most of these.
-NO_CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+NO_CACHE = (
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+)
 SHORT = "To serve at least one request with the model's max seq len (8192), (0.88 GiB KV cache is needed, which is larger than"
 TAKEN = "Free memory on device cuda:0 (20.1/139.8 GiB) on startup is less than desired GPU memory utilization (0.5, 69.9 GiB)."
 GIVEN_BACK = "Error in memory profiling. Initial free memory 60.1 GiB, current free memory 71.2 GiB."
