@@ -16,8 +16,7 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock
 
 from helpers.sums import save_adding_model
-from helpers.vllm_server import VLLMServer
-from helpers.vllm_server import vllm_server as start_vllm_server
+from helpers.vllm_server import VLLMServer, serve_sums
 from mcp_grpo import ToolPool
 from mcp_grpo.tools.sessions import breaker
 from mcp_grpo.types import Task
@@ -128,17 +127,7 @@ def wide_adding_model(tmp_path_factory: pytest.TempPathFactory, adding_tools: li
 @pytest.fixture(scope="session")
 def vllm_server_process(tmp_path_factory: pytest.TempPathFactory, wide_adding_model: str) -> Iterator[VLLMServer]:
     """A vLLM server of `wide_adding_model` that may not be up yet."""
-    settings = {
-        "model": wide_adding_model,
-        "served-model-name": "sums",
-        "max-model-len": 2048,
-        "max-num-seqs": 16,
-        "logprobs-mode": "processed_logprobs",
-        "max-lora-rank": 8,
-    }
-    words = ["--enable-lora", *(f"--{name}={value}" for name, value in settings.items())]
-    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with start_vllm_server(words, tmp_path_factory.mktemp("vllm_server") / "log.txt", switches) as server:
+    with serve_sums(wide_adding_model, tmp_path_factory.mktemp("vllm_server") / "log.txt") as server:
         yield server
 
 

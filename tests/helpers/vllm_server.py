@@ -62,3 +62,27 @@ def vllm_server(words: Sequence[str], log: Path, variables: Mapping[str, str] | 
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def serve_sums(model: str, log: Path) -> Iterator[VLLMServer]:
+    """Start a server of `wide_adding_model` that takes adapters and whole weights."""
+    settings = {
+        "model": model,
+        "served-model-name": "sums",
+        "max-model-len": 2048,
+        "max-num-seqs": 16,
+        "logprobs-mode": "processed_logprobs",
+        "max-lora-rank": 8,
+    }
+    words = ["--enable-lora", *(f"--{name}={value}" for name, value in settings.items())]
+    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with vllm_server(words, log, switches) as server:
+        yield server
+
+
+def metric(url: str, name: str) -> float:
+    """Return what a server counts under a name."""
+    with urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

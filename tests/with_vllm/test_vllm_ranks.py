@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from helpers.ranks import launch
+from helpers.vllm_server import metric, serve_sums
 
 
 ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+SAMPLED = "vllm:generation_tokens_total"
 
 
 @pytest.mark.vllm
@@ -29,6 +31,27 @@ def test_two_processes_sample_with_an_engine_each_and_train_one_policy(
     assert first["weights"] == second["weights"]
     history = [entry for entry in first["history"] if "reward" in entry]
     assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)
+    assert all(entry["align/logp_mae"] < 1e-4 for entry in history)
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+def test_two_processes_sample_from_two_servers_and_train_one_policy(
+    tmp_path: Path, wide_adding_model: str, vllm_server: str
+) -> None:
+    with serve_sums(wide_adding_model, tmp_path / "log.txt") as second_server:
+        urls = [vllm_server, second_server.wait()]
+        before = [metric(url, SAMPLED) for url in urls]
+        changes = {"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": urls, "weight_sync": "adapter"}
+        finished = launch("train_ranks.py", wide_adding_model, tmp_path, json.dumps({"run": changes}))
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        sampled = [metric(url, SAMPLED) - first for url, first in zip(urls, before, strict=True)]
+    assert min(sampled) > 0.2 * sum(sampled)  # both have done their share
+    first, second = (json.loads((tmp_path / "run" / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    history = [entry for entry in first["history"] if "reward" in entry]
+    assert len(history) == 2
+    assert all(entry["sampler/weight_mismatch"] < 1e-4 for entry in history)  # of the server that is farthest
     assert all(entry["align/logp_mae"] < 1e-4 for entry in history)
 
 

@@ -19,6 +19,7 @@ from aiohttp import web
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from helpers.families import end_of_turn_ids, family_tokenizer
 from helpers.sums import CALL, TEMPLATE_KWARGS
+from helpers.vllm_server import metric
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -362,12 +363,6 @@ def policy_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) 
     """What the policy gives each token but the first."""
     logps = (model(torch.tensor([token_ids])).logits[0, :-1] / temperature).log_softmax(-1)
     return logps.gather(1, torch.tensor(token_ids[1:]).unsqueeze(1)).squeeze(1)
-
-
-def metric(url: str, name: str) -> float:
-    with urlopen(f"{url}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
 def adapters(url: str) -> set[str]:
