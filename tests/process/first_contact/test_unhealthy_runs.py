@@ -112,7 +112,9 @@ def test_a_policy_that_collapses_stops_the_run(
     assert steps[0]["stop/max_tokens"] < 0.2 < 0.5 < steps[-1]["stop/max_tokens"]
     assert steps[-1]["entropy"] < 0.25 * steps[0]["entropy"]
     assert said.status == 1
-    assert "The policy has collapsed: its entropy fell from" in said.err.splitlines()[-1]
+    # By whichever it reaches first: attempts that are all alike have no spread either.
+    ends = ("The policy has collapsed: its entropy fell from", "all attempts of each group had the same reward")
+    assert any(each in said.err.splitlines()[-1] for each in ends)
     assert "WARNING: Step" in said.terminal
     assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert len(steps) < 60
