@@ -349,7 +349,6 @@ class StepFigures(TrainerCallback):
         return {way: self._ratio(self.of(), self.of(way)) for way in self._beside.ways if self.of() and self.of(way)}
 
     def _ratio(self, own: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
-
         def per_token(steps: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> float:
             seconds = sum(step.get(f"profile/{phase}_seconds", 0.0) for step in steps for phase in phases)
             return seconds / sum(step["tokens"] for step in steps)
