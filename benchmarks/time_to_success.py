@@ -49,7 +49,7 @@ from mcp_grpo.types import StopReason, Trajectory
 
 CONTENDERS = ("ours", "everything", "trl")
 EXTRAS: dict[str, dict[str, Any]] = {"ours": {}, "everything": {"replay_solutions": True, "max_staleness": 1}}
-FAMILIES = ("lookup", "quarter", "arithmetic", "comparison", "search_verify", "refusal", "namesakes")
+FAMILIES = ("lookup", "quarter", "adjusted", "comparison", "search_verify", "refusal", "namesakes")
 SERVERS = ("finance", "search")
 MAX_TURNS = 8
 NUM_TASKS = 1000

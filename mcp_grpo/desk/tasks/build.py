@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 FAMILIES: Mapping[str, Family] = {
     "lookup": Family(figures.lookup, "easy", (FINANCE,)),
     "quarter": Family(figures.quarter, "easy", (FINANCE,)),
-    "arithmetic": Family(figures.arithmetic, "medium", (FINANCE,)),
+    "arithmetic": Family(figures.arithmetic, "medium", (FINANCE, PYTHON)),
     "comparison": Family(figures.comparison, "medium", (FINANCE,)),
-    "time_series": Family(prices.time_series, "medium", (FINANCE,)),
+    "time_series": Family(prices.time_series, "medium", (FINANCE, PYTHON)),
     "search_verify": Family(sources.search_verify, "medium", (SEARCH, FINANCE)),
     "contradiction": Family(sources.contradiction, "medium", (SEARCH, FINANCE)),
     "code": Family(prices.code, "hard", (FINANCE, PYTHON)),

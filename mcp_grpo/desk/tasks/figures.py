@@ -203,11 +203,16 @@ def arithmetic(pick: Pick) -> Draft:
         if is_sum
         else f"By how much did the {what} of {names[0]} exceed that of {names[1]}, in {currency}? Negative if it was less."
     )
+    program = (" + " if is_sum else " - ").join(map(_operand, values))
     return Draft(
         question=question,
         answer=amount(result, currency),
-        steps=[find(*companies), _statements(companies, key, values)],
-        final=f"{' + '.join(map(str, values)) if is_sum else f'{values[0]} - {values[1]}'}\nAnswer: {result} {currency}",
+        steps=[
+            find(*companies),
+            _statements(companies, key, values),
+            step(("run_python", {"code": program}), evidence=[str(result)]),
+        ],
+        final=f"Answer: {result} {currency}",
         symbols=tuple(company.symbol for company in companies),
     )
 
@@ -221,7 +226,7 @@ def comparison(pick: Pick) -> Draft:
         question=f"Which had the highest {FIGURES[key][0]} in fiscal {year}: {', '.join(names[:-1])} or {names[-1]}?",
         answer=named(best),
         steps=[find(*companies), _statements(companies, key, values)],
-        final=f"Answer: {best.name}",
+        final=f"{_listed(names, values)}\nAnswer: {best.name}",
         symbols=tuple(company.symbol for company in companies),
     )
 
@@ -236,7 +241,7 @@ def ranking(pick: Pick) -> Draft:
         "Give their symbols, separated by commas.",
         answer={"type": "list", "values": [{"type": "name", "value": companies[index].symbol} for index in order]},
         steps=[find(*companies), _statements(companies, key, values)],
-        final=f"Answer: {', '.join(companies[index].symbol for index in order)}",
+        final=f"{_listed(names, values)}\nAnswer: {', '.join(companies[index].symbol for index in order)}",
         symbols=tuple(company.symbol for company in companies),
     )
 
@@ -267,6 +272,15 @@ def _comparable(pick: Pick) -> tuple[str, int, Company, list[Company]]:
 def _years(pick: Pick, company: Company) -> dict[int, IncomeStatement]:
     found = pick.world.market.income_statements(company.symbol, "FY", MAX_YEARS)
     return {statement.fiscal_year: statement for statement in found}
+
+
+def _operand(value: int) -> str:
+    return str(value) if value >= 0 else f"({value})"
+
+
+def _listed(names: list[str], values: list[int]) -> str:
+    """List the figures that a solution has found, so that it compares what it has written down."""
+    return "\n".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
 
 
 def _statements(companies: list[Company], key: str, values: list[int]) -> Step:

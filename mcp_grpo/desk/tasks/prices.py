@@ -22,16 +22,20 @@ def time_series(pick: Pick) -> Draft:
     bars = _bars(pick, company, start, end, least=15)
     when = f"{MONTHS[month - 1]} {year}"
     high = max(bar.close for bar in bars)
-    change = 10_000 * (bars[-1].close - bars[0].close) / bars[0].close / 100
+    newest_first = bars[::-1]  # as the tool shows them, which is how a program copies them
+    closes = [bar.close / 100 for bar in newest_first]
     kind = pick.random.randrange(4)
     if kind == 0:
         question = f"What was the highest daily close of {company.name} in {when}, adjusted for splits?"
-        answer, text = exact(high / 100, company.currency), f"{high / 100:.2f} {company.currency}"
+        program, value = f"max({closes})", high / 100
+        answer, text = exact(value, company.currency), f"{value:.2f} {company.currency}"
     elif kind == 1:
         days = [bar.date for bar in bars if bar.close == high]
         if len(days) > 1:
             raise Unsuitable
         question = f"On which day of {when} did {company.name} have its highest close, adjusted for splits?"
+        by_day = {_day(bar): close for bar, close in zip(newest_first, closes, strict=True)}
+        program, value = f"closes = {by_day}\nmax(closes, key=closes.get)", int(days[0][-2:])
         answer, text = {"type": "date", "value": days[0]}, days[0]
     elif kind == 2:
         is_usual = company.exchange in US_EXCHANGES and not any(
@@ -40,17 +44,24 @@ def time_series(pick: Pick) -> Draft:
         if is_usual:  # a calendar would do
             raise Unsuitable
         question = f"On how many days of {when} did {company.name} trade?"
-        answer, text = exact(len(bars), within=0), str(len(bars))
+        program, value = f"len({[_day(bar) for bar in newest_first]})", len(bars)
+        answer, text = exact(value, within=0), str(value)
     else:
         question = (
             f"By how many percent did the split-adjusted close of {company.name} change from the first to the last trading "
             f"day of {when}? Two decimals."
         )
-        answer, text = exact(change, "%", within=0.02), f"{change:.2f}%"
+        first, last = closes[-1], closes[0]
+        program, value = f"round(100 * ({last} - {first}) / {first}, 2)", round(100 * (last - first) / first, 2)
+        answer, text = exact(value, "%", within=0.02), f"{value:.2f}%"
     return Draft(
         question=question + perhaps(pick, IF_NO_DATA),
         answer=answer,
-        steps=[find(company), _chart(company, start, end, bars)],
+        steps=[
+            find(company),
+            _chart(company, start, end, bars),
+            step(("run_python", {"code": program}), evidence=[str(value)]),
+        ],
         final=f"Answer: {text}",
         symbols=(company.symbol,),
     )
@@ -62,7 +73,7 @@ def code(pick: Pick) -> Draft:
     year, quarter = _year(pick), pick.random.randrange(4)
     start, end = _month(year, 3 * quarter + 1)[0], _month(year, 3 * quarter + 3)[1]
     bars = _bars(pick, company, start, end, least=40)
-    closes = [bar.close / 100 for bar in bars]
+    closes = [bar.close / 100 for bar in bars[::-1]]  # newest first, as the tool shows them
     kind = pick.random.randrange(3)
     if kind == 0:
         what = "population standard deviation of the daily closes"
@@ -70,9 +81,9 @@ def code(pick: Pick) -> Draft:
         value = statistics.pstdev(closes)
     elif kind == 1:
         what = "largest fall of the close from an earlier high to a later low (the maximum drawdown, in percent)"
-        program = "high = fall = 0\nfor close in closes:\n    high = max(high, close)\n    fall = max(fall, 100 * (high - close) / high)\nround(fall, 4)"
+        program = "high = fall = 0\nfor close in reversed(closes):\n    high = max(high, close)\n    fall = max(fall, 100 * (high - close) / high)\nround(fall, 4)"
         high = value = 0.0
-        for close in closes:
+        for close in reversed(closes):
             high = max(high, close)
             value = max(value, 100 * (high - close) / high)
     else:
@@ -125,6 +136,10 @@ def adjusted(pick: Pick) -> Draft:
         final=f"Answer: {close / 100:.2f} {company.currency}",
         symbols=(company.symbol,),
     )
+
+
+def _day(bar: Bar) -> int:
+    return int(bar.date[-2:])
 
 
 def _year(pick: Pick) -> int:

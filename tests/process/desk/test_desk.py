@@ -32,7 +32,7 @@ from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Exchange, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 
-DIGEST = "0c960c77d40ebc3d"
+DIGEST = "4566ff1b79df9ba5"
 
 LEGAL_FORM = r"\b(?:Inc\.|Corp\.|Company|Holdings|plc|AG|SE)"
 
@@ -262,7 +262,6 @@ def degenerate(solution: Solution) -> Iterator[tuple[str, Trajectory]]:
     """What a policy may do that has not understood its task, or does not want to."""
     whole = solution.trajectory
     task, question = whole.task, whole.task.prompt[-1]["content"]
-    results = [message["content"] for message in whole.messages if message["role"] == "tool"]
     untouched = {
         server: {key: type(value)() for key, value in state.items()} for server, state in whole.states.items()
     }
@@ -305,9 +304,10 @@ def degenerate(solution: Solution) -> Iterator[tuple[str, Trajectory]]:
             yield "finds the name and gives up", replace(first_look, messages=whole.messages)
         return
     yield "always gives up", saying(whole, "Answer: no data available")
-    if task.metadata["family"] != "code":  # where what the program prints is the answer
-        yield "quotes", saying(whole, f"Answer: {results[-1]}")
-        yield "lists all figures", saying(whole, "Answer: " + ", ".join(re.findall(r"\d+(?:\.\d+)?", results[-1])))
+    # What a program prints is the answer, so that it may be quoted: not what it was made of.
+    read = [one.result.text for one in whole.exchanges if one.call.name != "run_python"][-1]
+    yield "quotes", saying(whole, f"Answer: {read}")
+    yield "lists all figures", saying(whole, "Answer: " + ", ".join(re.findall(r"\d+(?:\.\d+)?", read)))
 
 
 def test_what_has_not_done_its_task_is_paid_nothing(solved: list[Solution]) -> None:
