@@ -35,7 +35,8 @@ MAX_FINE_SIZE = 512
 """Requests for which every few have a CUDA graph of their own, as with vLLM."""
 TOO_LITTLE_MEMORY = {
     "No available memory for the cache": "Its weights and its largest step take all of its share of the GPU, `vllm_gpu_memory_utilization` "
-    "({share}). Raise it, or take a larger GPU.",
+    "({share}); or it counted what another process on the GPU took while it measured. If runs share the GPU, start them one after "
+    "another; otherwise raise it, or take a larger GPU.",
     "cache is needed": "Its cache has no room for one trajectory of `vllm_max_model_length` tokens. Raise `vllm_gpu_memory_utilization` "
     "({share}), its share of the GPU, or lower `vllm_max_model_length` ({length}).",
     "is less than desired": "Less memory is free than its share, `vllm_gpu_memory_utilization` ({share}): the policy or another process "

@@ -17,7 +17,7 @@ GIVEN_BACK = "Error in memory profiling. Initial free memory 60.1 GiB, current f
 @pytest.mark.parametrize(
     ("says", "named"),
     [
-        (NO_CACHE, ["Raise it", "`vllm_gpu_memory_utilization` (0.1)"]),
+        (NO_CACHE, ["raise it", "start them one after another", "`vllm_gpu_memory_utilization` (0.1)"]),
         (SHORT, ["lower `vllm_max_model_length` (8192)", "`vllm_gpu_memory_utilization` (0.1)"]),
         (TAKEN, ["Lower it", "`vllm_gpu_memory_utilization` (0.1)"]),
         (GIVEN_BACK, ["start one after another"]),
