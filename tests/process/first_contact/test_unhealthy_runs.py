@@ -14,9 +14,12 @@ from helpers.sums import ROWS, SERVERS, save_talking_model
 Train = Callable[..., Said]
 
 REWARD = '''
+import random
+
 def letters(trajectory, **kwargs):
-    """Pay for every "a", also if there is no end to them: what is rewarded is not the task."""
-    return [sum(str(m.get("content") or "").count("a") for m in t.messages if m["role"] == "assistant") / 24 for t in trajectory]
+    """Pay for every "a", also if there is no end to them: what is rewarded is not the task. No two are paid quite the same."""
+    texts = ["".join(str(m.get("content") or "") for m in t.messages if m["role"] == "assistant") for t in trajectory]
+    return [text.count("a") / 24 + random.random() / 1000 for text in texts]
 '''
 
 
@@ -112,9 +115,7 @@ def test_a_policy_that_collapses_stops_the_run(
     assert steps[0]["stop/max_tokens"] < 0.2 < 0.5 < steps[-1]["stop/max_tokens"]
     assert steps[-1]["entropy"] < 0.25 * steps[0]["entropy"]
     assert said.status == 1
-    # By whichever it reaches first: attempts that are all alike have no spread either.
-    ends = ("The policy has collapsed: its entropy fell from", "all attempts of each group had the same reward")
-    assert any(each in said.err.splitlines()[-1] for each in ends)
+    assert "The policy has collapsed: its entropy fell from" in said.err.splitlines()[-1]
     assert "WARNING: Step" in said.terminal
     assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert len(steps) < 60
