@@ -14,12 +14,9 @@ from helpers.sums import ROWS, SERVERS, save_talking_model
 Train = Callable[..., Said]
 
 REWARD = '''
-import random
-
 def letters(trajectory, **kwargs):
-    """Pay for every "a", also if there is no end to them: what is rewarded is not the task. No two are paid quite the same."""
-    texts = ["".join(str(m.get("content") or "") for m in t.messages if m["role"] == "assistant") for t in trajectory]
-    return [text.count("a") / 24 + random.random() / 1000 for text in texts]
+    """Pay for every "a", also if there is no end to them: what is rewarded is not the task."""
+    return [sum(str(m.get("content") or "").count("a") for m in t.messages if m["role"] == "assistant") / 24 for t in trajectory]
 '''
 
 
@@ -115,7 +112,13 @@ def test_a_policy_that_collapses_stops_the_run(
     assert steps[0]["stop/max_tokens"] < 0.2 < 0.5 < steps[-1]["stop/max_tokens"]
     assert steps[-1]["entropy"] < 0.25 * steps[0]["entropy"]
     assert said.status == 1
-    assert "The policy has collapsed: its entropy fell from" in said.err.splitlines()[-1]
+    # By whichever it reaches first: what has collapsed has no spread either, and may have unlearnt to call. It differs by seed and processor.
+    ends = (
+        "The policy has collapsed: its entropy fell from",
+        "all attempts of each group had the same reward",
+        "The policy has called no tool",
+    )
+    assert any(each in said.err.splitlines()[-1] for each in ends)
     assert "WARNING: Step" in said.terminal
     assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert len(steps) < 60
