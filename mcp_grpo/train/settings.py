@@ -23,23 +23,19 @@ RESULTS = 2.5  # of the longest kind that a trajectory is to have room for
 MOST_OF_A_WIDE_MODEL = 8  # trajectories in a pass
 CACHE_OF_A_TRAJECTORY = 0.7  # GiB of keys and values: 6,200 tokens of Qwen3-0.6B in bf16
 
-_ADAPTER = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+_ADAPTER = {"use_peft": True, "lora_r": 32, "lora_alpha": 64, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 _LEARNING = {
-    "learning_rate": 2e-5,
+    "learning_rate": 1e-4,
     "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 10,
-    "max_steps": 200,
+    "warmup_steps": 5,
+    "max_steps": 100,
     "num_generations": 8,
     "per_device_train_batch_size": 16,  # two groups: fewer passes, and the tools once for both tasks
     "gradient_accumulation_steps": 4,
     "scale_rewards": "none",
     "epsilon": 0.2,
     "epsilon_high": 0.28,
-    "beta": 0.05,
-    "use_bias_correction_kl": True,
-    "ref_sync": "ema",
-    "ref_sync_steps": 10,
-    "ref_ema_decay": 0.99,
+    "beta": 0.0,
 }
 _TRAJECTORIES = {
     "max_turns": 10,
@@ -57,11 +53,11 @@ _VLLM = {
 }
 _KEPT = {
     "logging_steps": 1,
-    "save_steps": 20,
+    "save_steps": 25,
     "save_total_limit": 3,
     "eval_strategy": "steps",
     "eval_on_start": True,
-    "eval_steps": 50,
+    "eval_steps": 25,
     "num_eval_tasks": 64,
     "num_generations_eval": 2,
     "per_device_eval_batch_size": 16,
@@ -259,22 +255,39 @@ class ModelSize:
 
 
 TINY, SMALL, MEDIUM, LARGE = 20_000_000, 300_000_000, 1_000_000_000, 2_000_000_000
-_NO_REFERENCE = {"beta": 0.0, "ref_sync": "none", "use_bias_correction_kl": False}
-_WIDE = {"lora_r": 32, "lora_alpha": 64}
+_CAREFUL = {
+    "learning_rate": 2e-5,
+    "warmup_steps": 10,
+    "max_steps": 200,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "beta": 0.05,
+    "use_bias_correction_kl": True,
+    "ref_sync": "ema",
+    "ref_sync_steps": 10,
+    "ref_ema_decay": 0.99,
+}
 BY_SIZE: tuple[tuple[float, dict[str, Any]], ...] = (
     # `make quickstart`
     (
         TINY,
-        {"learning_rate": 2e-3, "lr_scheduler_type": "linear", "warmup_steps": 2, "max_steps": 30, **_NO_REFERENCE},
+        {
+            "learning_rate": 2e-3,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": 2,
+            "max_steps": 30,
+            "lora_r": 16,
+            "lora_alpha": 32,
+        },
     ),
     # recipes/configs/smollm2_135m.yaml
-    (SMALL, {"learning_rate": 5e-4, "warmup_steps": 3, "max_steps": 70, **_WIDE, **_NO_REFERENCE}),
-    # recipes/configs/qwen2.5_coder_0.5b.yaml
-    (LARGE, {"learning_rate": 1e-4, "warmup_steps": 5, "max_steps": 100, **_WIDE, **_NO_REFERENCE}),
+    (SMALL, {"learning_rate": 5e-4, "warmup_steps": 3, "max_steps": 70}),
+    # recipes/configs/qwen2.5_coder_0.5b.yaml and qwen2.5_coder_1.5b.yaml
+    (LARGE, {}),
     # recipes/configs/qwen3_4b_lora_server.yaml
-    (math.inf, {}),
+    (math.inf, _CAREFUL),
 )
-"""What is learnt with, by the most weights of a model: as in the recipes that were seen to learn, up to a billion."""
+"""What is learnt with, by the most weights of a model: as in the recipes that were seen to learn, up to two billion."""
 CPU_STEPS = 20  # of a model that is not tiny, which take long
 NUM_EVALUATIONS = 4  # during training, for the best policy
 NUM_CHECKPOINTS = 10
