@@ -295,6 +295,11 @@ WARM_UP_BATCH, WARM_UP_LENGTH = 8, 8192
 MIN_WARM_UP_STEPS, MAX_WARM_UP_STEPS = 24, 200
 
 
+def learning_for(parameters: float) -> dict[str, Any]:
+    """Return what a model of so many weights is taught with, where that differs from [`WHOLE`]."""
+    return next(found for most, found in BY_SIZE if parameters <= most)
+
+
 def settings_for(
     machine: Machine,
     size: ModelSize,
@@ -324,7 +329,7 @@ def settings_for(
     parameters = size.parameters or MEDIUM
     choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=size.is_wide)
     settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
-    settings |= next(found for most, found in BY_SIZE if parameters <= most)
+    settings |= learning_for(parameters)
     if size.is_tiny:
         settings |= {"num_generations": 8, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
         settings |= {

@@ -1,12 +1,13 @@
 """Settings for a machine, where no configuration is named: those of `mcp_grpo.train.settings`, for this recipe."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcp_grpo.doctor.machine import Machine
 from mcp_grpo.train.arguments import MODEL
-from mcp_grpo.train.settings import Choice, ModelSize, fit_to_tasks
+from mcp_grpo.train.settings import Choice, ModelSize, fit_to_tasks, learning_for
 from mcp_grpo.train.settings import choose as choose_for_machine
 from recipe_parts.command_line import CONFIGS
 
@@ -17,8 +18,12 @@ __all__ = ["Choice", "Machine", "choose", "describe", "fit_to_tasks"]
 def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     """Choose settings for a machine that go with those of the command line, which come first."""
     model = str(given.get("model_name_or_path", MODEL))
-    choice = choose_for_machine(machine, given, is_wide=model != MODEL and ModelSize.of(model).is_wide)
+    size = None if model == MODEL else ModelSize.of(model)
+    choice = choose_for_machine(machine, given, is_wide=size is not None and size.is_wide)
     settings = choice.settings
+    if size is not None:
+        settings |= learning_for(size.parameters or math.inf)
+        choice.reasons.append(f"learn     at a rate of {settings['learning_rate']:g}, for a model {size}")
     settings["output_dir"] = f"outputs/{Path(model).name}"
     adapter = "all weights" if given.get("use_peft") is False else "a LoRA adapter"
     place = (

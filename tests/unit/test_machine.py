@@ -10,6 +10,7 @@ import pytest
 import yaml
 from recipe_parts.machine import Machine, choose, describe, fit_to_tasks
 from recipe_parts.requirements import missing_weights
+from transformers import Qwen3Config
 
 from mcp_grpo.requirements import missing_packages
 from mcp_grpo.train.settings import CONFIGS
@@ -73,6 +74,30 @@ def test_what_is_chosen_goes_with_the_flags() -> None:
 
 def test_a_model_of_unknown_size_has_small_passes() -> None:
     assert choose(LARGE, {"model_name_or_path": "somebody/else-70b"}).settings["per_device_train_batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "wanted"),
+    [
+        (512, 12, {"learning_rate": 5e-4, "beta": 0.0, "lora_r": 32}),
+        (1536, 28, {"learning_rate": 1e-4, "beta": 0.0, "max_steps": 100}),
+        (2560, 36, {"learning_rate": 2e-5, "beta": 0.05, "ref_sync": "ema", "lora_r": 16}),
+    ],
+)
+def test_a_model_is_taught_by_its_size(tmp_path: Path, width: int, layers: int, wanted: dict[str, Any]) -> None:
+    config = Qwen3Config(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, tie_word_embeddings=True
+    )
+    config.save_pretrained(tmp_path)
+    choice = choose(LARGE, {"model_name_or_path": str(tmp_path)})
+    assert wanted.items() <= choice.settings.items()
+    assert f"at a rate of {wanted['learning_rate']:g}, for a model of" in describe(choice)
+
+
+def test_a_model_of_unknown_size_is_taught_carefully() -> None:
+    choice = choose(LARGE, {"model_name_or_path": "somebody/else-70b"})
+    assert choice.settings["learning_rate"] == 2e-5
+    assert "at a rate of 2e-05, for a model of unknown size" in describe(choice)
 
 
 def test_a_step_is_no_larger_than_there_are_tasks() -> None:
