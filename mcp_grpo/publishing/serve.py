@@ -102,7 +102,7 @@ def serve_command(
 
     ```python
     >>> print(serve_command("outputs/shop"))
-    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 16 --lora-modules shop=outputs/shop --generation-config vllm --chat-template outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinking": false}' --enable-auto-tool-choice --tool-call-parser hermes
+    vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 32 --lora-modules shop=outputs/shop --generation-config vllm --chat-template outputs/shop/chat_template.jinja --default-chat-template-kwargs '{"enable_thinking": false}' --enable-auto-tool-choice --tool-call-parser hermes
     ```
     """
     folder = _no_flag(str(local_folder(source, revision=revision)))

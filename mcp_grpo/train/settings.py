@@ -282,8 +282,10 @@ BY_SIZE: tuple[tuple[float, dict[str, Any]], ...] = (
     ),
     # recipes/configs/smollm2_135m.yaml
     (SMALL, {"learning_rate": 5e-4, "warmup_steps": 3, "max_steps": 70}),
-    # recipes/configs/qwen2.5_coder_0.5b.yaml and qwen2.5_coder_1.5b.yaml
-    (LARGE, {}),
+    # recipes/configs/qwen2.5_coder_0.5b.yaml
+    (MEDIUM, {}),
+    # recipes/configs/qwen2.5_coder_1.5b.yaml
+    (LARGE, {"max_steps": 60}),
     # recipes/configs/qwen3_4b_lora_server.yaml
     (math.inf, _CAREFUL),
 )
@@ -295,8 +297,9 @@ WARM_UP_BATCH, WARM_UP_LENGTH = 8, 8192
 MIN_WARM_UP_STEPS, MAX_WARM_UP_STEPS = 24, 200
 
 
-def learning_for(parameters: float) -> dict[str, Any]:
-    """Return what a model of so many weights is taught with, where that differs from [`WHOLE`]."""
+def learning_for(size: ModelSize) -> dict[str, Any]:
+    """Return what a model is taught with by an adapter, where that differs from [`WHOLE`]; carefully, if its size is not known."""
+    parameters = math.inf if size.parameters is None else size.parameters
     return next(found for most, found in BY_SIZE if parameters <= most)
 
 
@@ -326,10 +329,9 @@ def settings_for(
     Returns:
         [`Choice`]: The settings, with reasons.
     """
-    parameters = size.parameters or MEDIUM
     choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=size.is_wide)
     settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
-    settings |= learning_for(parameters)
+    settings |= learning_for(size)
     if size.is_tiny:
         settings |= {"num_generations": 8, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
         settings |= {

@@ -1,6 +1,5 @@
 """Settings for a machine, where no configuration is named: those of `mcp_grpo.train.settings`, for this recipe."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from mcp_grpo.train.settings import choose as choose_for_machine
 from recipe_parts.command_line import CONFIGS
 
 
+ALL_WEIGHTS = {"learning_rate": 1e-6, "beta": 0.0}  # as `qwen3_8b_zero3.yaml`
+
 __all__ = ["Choice", "Machine", "choose", "describe", "fit_to_tasks"]
 
 
@@ -22,8 +23,14 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     choice = choose_for_machine(machine, given, is_wide=size is not None and size.is_wide)
     settings = choice.settings
     if size is not None:
-        settings |= learning_for(size.parameters or math.inf)
-        choice.reasons.append(f"learn     at a rate of {settings['learning_rate']:g}, for a model {size}")
+        settings |= learning_for(size)
+    if given.get("use_peft") is False:
+        settings |= ALL_WEIGHTS
+    if settings["beta"] == 0 or given.get("beta") == 0:  # without a reference, none follows
+        settings = choice.settings = {name: value for name, value in settings.items() if not name.startswith("ref_")}
+    if "learning_rate" not in given and (size is not None or given.get("use_peft") is False):
+        taught = "all weights" if given.get("use_peft") is False else f"a model {size}"
+        choice.reasons.append(f"learn     at a rate of {settings['learning_rate']:g}, for {taught}")
     settings["output_dir"] = f"outputs/{Path(model).name}"
     adapter = "all weights" if given.get("use_peft") is False else "a LoRA adapter"
     place = (

@@ -80,7 +80,8 @@ def test_a_model_of_unknown_size_has_small_passes() -> None:
     ("width", "layers", "wanted"),
     [
         (512, 12, {"learning_rate": 5e-4, "beta": 0.0, "lora_r": 32}),
-        (1536, 28, {"learning_rate": 1e-4, "beta": 0.0, "max_steps": 100}),
+        (1024, 20, {"learning_rate": 1e-4, "beta": 0.0, "max_steps": 100}),
+        (1536, 28, {"learning_rate": 1e-4, "beta": 0.0, "max_steps": 60}),
         (2560, 36, {"learning_rate": 2e-5, "beta": 0.05, "ref_sync": "ema", "lora_r": 16}),
     ],
 )
@@ -98,6 +99,24 @@ def test_a_model_of_unknown_size_is_taught_carefully() -> None:
     choice = choose(LARGE, {"model_name_or_path": "somebody/else-70b"})
     assert choice.settings["learning_rate"] == 2e-5
     assert "at a rate of 2e-05, for a model of unknown size" in describe(choice)
+
+
+def test_all_weights_are_taught_slowly_and_without_a_reference() -> None:
+    for model in ({}, {"model_name_or_path": "somebody/else-70b"}):
+        choice = choose(LARGE, {"use_peft": False, **model})
+        assert {"learning_rate": 1e-6, "beta": 0.0}.items() <= choice.settings.items()
+        assert "ref_sync" not in choice.settings
+        assert "at a rate of 1e-06, for all weights" in describe(choice)
+
+
+def test_without_a_reference_none_follows() -> None:
+    given = {"model_name_or_path": "somebody/else-70b", "beta": 0.0}
+    assert not [name for name in choose(LARGE, given).settings if name.startswith("ref_")]
+
+
+def test_a_rate_that_is_given_is_not_said_to_be_chosen() -> None:
+    given = {"model_name_or_path": "somebody/else-70b", "learning_rate": 3e-4}
+    assert "at a rate of" not in describe(choose(LARGE, given))
 
 
 def test_a_step_is_no_larger_than_there_are_tasks() -> None:
