@@ -75,7 +75,8 @@ def test_it_trains_a_model_in_a_folder_on_servers_and_a_single_task(
     assert step["tools/call_frequency"] > 0
     settings = (run / "config.yaml").read_text()
     assert "learning_rate: 0.001" in settings  # a flag comes first
-    assert "lora_r: 32" in settings  # from the configuration
+    assert "warmup_steps: 2\n" in settings  # by the size of the model
+    assert "epsilon_high: 0.28" in settings  # from the configuration
     assert "use_vllm: false" in settings
 
 
