@@ -18,7 +18,7 @@ prompts, with the same settings. There, a call that cannot be read is taken for 
 tasks of a set have the turns of the longest, and held-out tasks are attempted by `evaluate`.
 
 The table has the updates until success on the training tasks, averaged over five updates, reached 0.9; the mean of success
-over all updates; success on held-out tasks; and how the value head did. Below it, each mode is compared with `trl` seed by
+over all updates; success on held-out tasks; and how the value head did. Below it, each mode is compared with `trl`, or with `group` where that is left out, seed by
 seed, with an interval, which needs ten seeds or so to be narrow. The picture, `advantages.png`, is written to the output
 folder. Runs that are finished are not repeated, so that what was interrupted can be gone on with; another `--max-steps` needs another
 folder. It takes about two minutes of one core for each seed's model, and four for each run.
@@ -289,17 +289,18 @@ def report(arguments: argparse.Namespace) -> None:
                 f"{statistics.median(run['seconds'] for run in runs):.0f}",
             )
         console.print(table)
-        if "trl" in arguments.modes:
-            for mode in (each for each in arguments.modes if each != "trl"):
-                console.print(beside_trl(arguments, tasks, mode))
+        baseline = next((each for each in ("trl", "group") if each in arguments.modes), None)
+        if baseline is not None:
+            for mode in (each for each in arguments.modes if each != baseline):
+                console.print(beside(arguments, tasks, mode, baseline))
     draw(arguments)
 
 
-def beside_trl(arguments: argparse.Namespace, tasks: str, mode: str) -> str:
-    """Compare a mode with stock TRL, seed by seed: mean success over all updates, and success on held-out tasks."""
-    stock, ours = results(arguments, tasks, "trl"), results(arguments, tasks, mode)
-    over_updates, held_out = (paired_gain(stock, ours, value) for value in (mean_success, lambda run: run["after"]))
-    return f"{mode} beside trl, 95 % interval over seeds: mean success {over_updates}, held out {held_out}"
+def beside(arguments: argparse.Namespace, tasks: str, mode: str, baseline: str) -> str:
+    """Compare a mode with another, seed by seed: mean success over all updates, and success on held-out tasks."""
+    first, second = results(arguments, tasks, baseline), results(arguments, tasks, mode)
+    over_updates, held_out = (paired_gain(first, second, value) for value in (mean_success, lambda run: run["after"]))
+    return f"{mode} beside {baseline}, 95 % interval over seeds: mean success {over_updates}, held out {held_out}"
 
 
 def shown_figure(histories: Sequence[list[Result]], key: str, num_last: int) -> str:
