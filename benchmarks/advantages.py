@@ -18,8 +18,8 @@ prompts, with the same settings. There, a call that cannot be read is taken for 
 tasks of a set have the turns of the longest, and held-out tasks are attempted by `evaluate`.
 
 The table has the updates until success on the training tasks, averaged over five updates, reached 0.9; the mean of success
-over all updates; success on held-out tasks; and how the value head did. Below it, each mode is compared with `trl`, or with `group` where that is left out, seed by
-seed, with an interval, which needs ten seeds or so to be narrow. The picture, `advantages.png`, is written to the output
+over all updates; success on held-out tasks; and how the value head did. Below it, each mode is
+compared with `trl`, or with `group` where that is left out, seed by seed, with an interval, which needs ten seeds or so to be narrow. The picture, `advantages.png`, is written to the output
 folder. Runs that are finished are not repeated, so that what was interrupted can be gone on with; another `--max-steps` needs another
 folder. It takes about two minutes of one core for each seed's model, and four for each run.
 """
