@@ -27,6 +27,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
@@ -182,6 +183,19 @@ def stock_engine(device: str, eager: bool) -> Iterator[None]:
         arguments["gpu_memory_utilization"] = None
         import_module("vllm._custom_ops")._supports_onednn = False
     with engine_arguments(arguments):
+        yield
+
+
+@contextmanager
+def waiting_engine(seconds: float, per_sequence: float) -> Iterator[None]:
+    """Let a step of vLLM on a CPU wait, as for a GPU, instead of running the model: so long, and longer for each sequence in it."""
+
+    def wait_as_for_a_gpu(self: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        time.sleep(seconds + per_sequence * self.input_batch.num_reqs)
+        return torch.rand(len(input_ids), self.model_config.get_hidden_size())  # of some token each
+
+    runner = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    with patch.object(runner, "_model_forward", wait_as_for_a_gpu):
         yield
 
 
@@ -394,6 +408,13 @@ class _SleepingLease:
 
     async def states(self) -> dict[str, Any]:
         return {}
+
+    async def next_user_turn(self, so_far: Any) -> None:
+        return None
+
+    @property
+    def user_exchanges(self) -> tuple[()]:
+        return ()
 
 
 @dataclass(frozen=True)

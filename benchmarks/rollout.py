@@ -22,6 +22,9 @@ trajectories and the heavy-tailed latency, ours is less than 15 times as fast as
 if it is slower than TRL without latency; or if 512 trajectories give fewer tokens per second than 64. It also exits with 1
 if a contender fails, after all others have had their turn. On a CPU (`--device cpu`) the model is tiny and there is no
 verdict. Nothing is downloaded.
+
+With `--device cpu --step 0.0035 0.000005`, each step of the engine in process or apart waits, as for a GPU, instead of running the
+model: everything else is as it is, so that what Python takes shows without a GPU.
 """
 
 import argparse
@@ -75,6 +78,7 @@ from fixed_turns import (
     turns_read_by_trl,
     versions,
     wait,
+    waiting_engine,
 )
 from measuring import Check
 
@@ -127,6 +131,7 @@ class Arguments:
     parts: list[str]
     server_max: int
     eager: bool
+    step: list[float] | None
     json: Path | None
     plot: Path | None
 
@@ -155,9 +160,18 @@ def parse_arguments() -> Arguments:
     )
     add("--server-max", type=int, help="trajectories on the server at most")
     add("--eager", action="store_true", help="without graphs, which start faster and sample slower")
+    add(
+        "--step",
+        type=float,
+        nargs=2,
+        metavar=("SECONDS", "PER_SEQUENCE"),
+        help="on a CPU: wait so long in each step of the engine, as for a GPU, instead of running the model",
+    )
     add("--json", type=Path, help="file for all figures")
     add("--plot", type=Path, help="file for a picture")
     found = parser.parse_args()
+    if found.step is not None and found.device != "cpu":
+        parser.error("--step is for --device cpu")
     parser.set_defaults(**DEFAULTS[found.device])
     return Arguments(**vars(parser.parse_args()))
 
@@ -687,6 +701,8 @@ def main(arguments: Arguments) -> list[str]:
         folder = save_random_model(output / "model", arguments.shape, arguments.device)
         ours = Ours(arguments)
         stack.callback(ours.engine.close)
+        if arguments.step is not None:
+            stack.enter_context(waiting_engine(*arguments.step))
         parts: dict[str, Callable[..., None]] = {
             "process": run_in_process,
             "apart": run_apart,
