@@ -1,7 +1,7 @@
 """
 Ask where turn-level advantages, the value head and the schema mask earn their place, and which settings keep a policy from collapse.
 
-    python benchmarks/regimes.py [--seeds 0 1 2 3 4] [--jobs 2] [--regimes chain small form small_end chain_end stable steep]
+    python benchmarks/regimes.py [--seeds 0 1 2 3 4] [--jobs 2] [--regimes chain small form small_end chain_end stable steep lopsided]
         [--ways ...] [--max-steps 30] [--stop-after SECONDS] [--output-dir outputs/regimes]
     python benchmarks/regimes.py --table
 
@@ -15,6 +15,8 @@ Every run is on the quickstart's two servers, with 32 trajectories per update. T
 - `form`: the quickstart's tasks and rewards, and a model that writes about half of its calls so that they cannot be made.
 - `stable`: the quickstart's tasks, rewards and learning rate, with the settings of the recipes.
 - `steep`: the same at three times that rate, where a policy soon gets worse again.
+- `lopsided`: as `stable`, with a model that makes single calls without fail and blurs its choices where there are several, and tasks of
+  which eight in ten are single calls. Held-out tasks are a third of each kind.
 
 The chains' modes are `advantage_mode`s, and two of them once more with `gamma=0.5`, by which a turn has credit for what follows
 soon (`_near`). All divide advantages by their spread over the batch: `scale_rewards="batch"` for `group`. The ways of `form` are
@@ -26,7 +28,7 @@ for each batch ratios are 1, and nothing is clipped. So `twice` learns two times
 read beside it.
 
 For each seed the quickstart's warm start learns by imitation, with choices that are blurred: chains for one model, calls with
-errors of form for another; `stable` and `steep` begin with a model that was warmed up as the quickstart's. All ways of a seed
+errors of form for another, single calls without any error for a third; `stable` and `steep` begin with a model that was warmed up as the quickstart's. All ways of a seed
 start from the same model. The table has the mean of success on training tasks over all updates (without solutions that were
 replayed), and over the last ten; success on held-out tasks at the end; how far success, averaged over five updates, fell from the best that
 it had been; entropy; the share of trajectories that ran out of turns or tokens, and of calls that could be made; how the value
@@ -71,11 +73,12 @@ from schema_mask import MASKS
 
 
 NUM_HELD_OUT = 60
+NUM_EASY = 8  # for each task of two calls, and each of three, in the lopsided set
 NUM_LAST = 10  # updates at the end of a run that are looked at by themselves
 STEP_REWARD = 0.2
 SOLVED = "solutions/solved_fraction"  # success without replayed solutions
 KEPT = (SUCCESS, "reward", "entropy", "frac_reward_zero_std", "tools/valid_rate", "mask/masked_fraction")
-KEPT_KINDS = ("value/", "stop/", "solutions/", "groups/", "kl", "clip_ratio/")
+KEPT_KINDS = ("value/", "stop/", "solutions/", "groups/", "tasks/", "kl", "clip_ratio/")
 VALUE_HEAD = {"value_learning_rate": 5e-3}  # runs are short
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 32,
@@ -121,6 +124,7 @@ def single_changes(rate: float) -> dict[str, dict[str, Any]]:
         "kl": {"learning_rate": rate, **kl},
         "entropy": {"learning_rate": rate, "entropy_coef": 0.005},
         "dynamic_sampling": {"learning_rate": rate, "dynamic_sampling": 2},
+        "spread": {"learning_rate": rate, "task_choice": "spread"},
         "clip_same": {"learning_rate": rate, "epsilon_high": 0.2},
         "scale_group": {"learning_rate": rate, "scale_rewards": "group"},
         "cut_masked": {"learning_rate": rate, "truncation": "mask"},
@@ -129,6 +133,7 @@ def single_changes(rate: float) -> dict[str, dict[str, Any]]:
         "rate_double": {"learning_rate": rate * 2},
         "rank_low": {"learning_rate": rate, "lora_r": 4},
         "decay": {"learning_rate": rate, "lr_scheduler_type": "linear"},
+        "decay_spread": {"learning_rate": rate, "lr_scheduler_type": "linear", "task_choice": "spread"},
         "scale_batch": {"learning_rate": rate, "scale_rewards": "batch"},
         "kl_moving": {"learning_rate": rate, **kl, "ref_sync": "ema", "ref_sync_steps": 1, "ref_ema_decay": 0.9},
         "twice": {"learning_rate": rate, "num_iterations": 2},
@@ -271,7 +276,32 @@ def short_tasks() -> TaskSet:
     return replace(tasks, train=with_solutions(tasks.train), held_out=tasks.held_out[:NUM_HELD_OUT])
 
 
+def lopsided_tasks() -> TaskSet:
+    """The quickstart's tasks, of which eight in ten to train on take a single call, and with fewer to judge by."""
+    tasks = quickstart_tasks()
+    train, num_easy = list[dict[str, Any]](), 0
+    for row in tasks.train:  # as many of each difficulty, by turns
+        is_easy = row["difficulty"] == "easy"
+        num_easy += is_easy
+        if is_easy or num_easy % NUM_EASY == 0:
+            train.append(row)
+    return replace(tasks, train=train, held_out=tasks.held_out[:NUM_HELD_OUT])
+
+
 # ---- Models to start from ----
+
+
+def make_lopsided_base(seed: int, folder: Path) -> None:
+    """Teach the warm start single calls without fail, and choices that are blurred where there are several."""
+
+    def solution(row: dict[str, Any], noise: float, rng: random.Random) -> list[dict[str, Any]]:
+        from mcp_grpo.quickstart.tasks import scripted_solution
+
+        return scripted_solution(row, 0.0 if row["difficulty"] == "easy" else noise, rng)
+
+    imitate(
+        quickstart_tasks().train, seed, folder, max_call_steps=0, num_noisy_steps=120, noise=0.7, solution=solution
+    )
 
 
 def make_chain_base(seed: int, folder: Path) -> None:
@@ -452,7 +482,12 @@ def held_out_after(result: Result) -> float:
     return result["after"]
 
 
-BASES = {BASE: warm_up, "chain_base": make_chain_base, "form_base": make_form_base}
+BASES = {
+    BASE: warm_up,
+    "chain_base": make_chain_base,
+    "form_base": make_form_base,
+    "lopsided_base": make_lopsided_base,
+}
 REGIMES = {
     "chain": Regime(
         base="chain_base",
@@ -478,6 +513,7 @@ REGIMES = {
         ways={way: ADVANTAGES[way] for way in ("group", "group_turn", "gae", "hybrid")},
     ),
     "stable": Regime(base=BASE, tasks=short_tasks, ways=single_changes(2e-3), settings=RECIPE),
+    "lopsided": Regime(base="lopsided_base", tasks=lopsided_tasks, ways=single_changes(2e-3), settings=RECIPE),
     "steep": Regime(base=BASE, tasks=short_tasks, ways=single_changes(6e-3), settings=RECIPE),
 }
 WAYS = list(dict.fromkeys(way for regime in REGIMES.values() for way in regime.ways))

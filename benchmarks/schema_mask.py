@@ -23,7 +23,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "hard": {
         "schema_mask": "syntax",
         "schema_mask_min_prob": 0.0,
-        "min_unforced_tokens": 0,
         "min_unforced_fraction": 0.0,
     },
     "default": {"schema_mask": "syntax"},

@@ -1,5 +1,6 @@
 """The parts of a run, made from its settings."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import PretrainedConfig, ProcessorMixin
 
@@ -23,6 +25,7 @@ from mcp_grpo.learning import (
     ratio_edges,
 )
 from mcp_grpo.masking import (
+    MIN_UNFORCED_TOKENS,
     Bootstrap,
     GrammarRoles,
     MaskRule,
@@ -33,6 +36,7 @@ from mcp_grpo.masking import (
 )
 from mcp_grpo.rewards.task import is_done
 from mcp_grpo.rollout import BatchCollector, Limits, Renderer, RolloutEngine
+from mcp_grpo.rollout.choice import TaskChoice
 from mcp_grpo.rollout.context import OldResults
 from mcp_grpo.sampling.sampler import Sampler, TransformersSampler, VLLMSampler
 from mcp_grpo.sampling.vision import Vision
@@ -108,7 +112,7 @@ def make_schema_mask(args: MCPGRPOConfig, renderer: Renderer, grammars: TurnGram
         return None
     rule = MaskRule(
         min_prob=args.schema_mask_min_prob,
-        min_unforced_tokens=args.min_unforced_tokens,
+        min_unforced_tokens=MIN_UNFORCED_TOKENS if args.min_unforced_fraction else 0,
         min_unforced_fraction=args.min_unforced_fraction,
     )
     if grammars is not None:
@@ -188,6 +192,7 @@ def make_collector(
     *,
     model_config: PretrainedConfig,
     accelerator: Accelerator,
+    train_dataset: Dataset | None,
     is_success: Callable[[Trajectory], bool] | None,
     shows_progress: bool,
 ) -> BatchCollector:
@@ -205,11 +210,21 @@ def make_collector(
         temperature=args.temperature,
         max_concurrent=max_concurrent(args),
         max_staleness=args.max_staleness,
+        choice=TaskChoice(train_dataset) if args.task_choice == "spread" and train_dataset is not None else None,
         max_refills=args.dynamic_sampling,
         is_solved=partial(is_solved, is_success=is_success or is_done) if args.replay_solutions else None,
         masks_cuts=args.truncation == "mask",
         shows_progress=shows_progress,
     )
+
+
+def num_groups(args: MCPGRPOConfig, train_dataset: Any) -> int:
+    """Return how many groups a run attempts."""
+    if args.max_steps <= 0:
+        return math.ceil(args.num_train_epochs * len(train_dataset))
+    num_passes = args.max_steps * args.gradient_accumulation_steps
+    num_batches = math.ceil(num_passes / cast("int", args.steps_per_generation) / args.num_iterations)
+    return num_batches * cast("int", args.generation_batch_size) // cast("int", args.num_generations)
 
 
 def make_credit(args: MCPGRPOConfig, reward_names: Sequence[str]) -> Credit:

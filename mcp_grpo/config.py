@@ -83,6 +83,9 @@ REMOVED: Mapping[str, Removed] = {
     "first_phase_steps": _FIRST_PHASE._replace(default=0),
     "first_phase_temperature": _FIRST_PHASE,
     "first_phase_turn_tokens": _FIRST_PHASE,
+    "min_unforced_tokens": Removed(
+        16, "16 tokens of a batch stay in the loss wherever `min_unforced_fraction` is above 0"
+    ),
     "rollout_ahead": Removed(
         0,
         "`max_staleness` bounds how many updates old a trajectory may be. Set `max_staleness=1` to roll one batch ahead",
@@ -281,6 +284,15 @@ class MCPGRPOConfig(GRPOConfig):
         choices=["record", "replay", "match", "cache"],
     )
 
+    task_choice: str = _setting(
+        "uniform",
+        "batch",
+        "Which tasks to attempt. `uniform`: those that the data loader gives. `spread`: of these, rather the ones of a kind (column "
+        "`family`, else `difficulty`) whose attempts earned different rewards so far, and others of such kinds in the places of the "
+        "rest, as a group whose attempts all do the same teaches nothing. Every kind keeps a tenth of the best one's chance.",
+        choices=["uniform", "spread"],
+        needs=("servers",),
+    )
     dynamic_sampling: int = _setting(
         0,
         "batch",
@@ -321,18 +333,11 @@ class MCPGRPOConfig(GRPOConfig):
         "reliable yet, nothing is masked, and it is learnt. 0 masks all of it.",
         range="[0, 1]",
     )
-    min_unforced_tokens: int = _setting(
-        16,
-        "mask",
-        "Tokens that must stay in the loss of a batch. The least probable of the masked ones come back to make up "
-        "for it.",
-        range=">= 0",
-    )
     min_unforced_fraction: float = _setting(
         0.3,
         "mask",
-        "Share of the tokens that the policy sampled that must stay in the loss of a batch. The least probable of "
-        "the masked ones come back to make up for it.",
+        "Share of the tokens that the policy sampled that must stay in the loss of a batch, and 16 tokens at least, unless it is "
+        "0. The least probable of the masked ones come back to make up for it.",
         range="[0, 1]",
     )
     constrained_decoding: bool = _setting(

@@ -168,6 +168,10 @@ def _refusals(
             f"`steps_per_generation` ({args.steps_per_generation}), so that every update holds whole groups.",
         ),
         (
+            args.task_choice != "uniform" and not isinstance(train_dataset, Dataset | None),
+            f'`task_choice="{args.task_choice}"` draws other tasks from the dataset, so it must be a `Dataset`, not a stream.',
+        ),
+        (
             bool(args.dynamic_sampling) and not isinstance(train_dataset, Dataset | None),
             "`dynamic_sampling` draws other tasks from the dataset, so it must be a `Dataset`, not a stream.",
         ),

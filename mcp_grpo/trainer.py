@@ -25,6 +25,7 @@ from mcp_grpo.build import (
     make_value_estimator,
     make_vision,
     make_vllm_backend,
+    num_groups,
 )
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.config_checks import check_arguments, check_without_servers
@@ -324,9 +325,14 @@ class MCPGRPOTrainer(GRPOTrainer):
                 renderer,
                 model_config=self.model.config,
                 accelerator=self.accelerator,
+                train_dataset=self.train_dataset,
                 is_success=self._is_success,
                 shows_progress=not self.args.disable_tqdm and self.is_world_process_zero(),
             )
+            if self._collector.choice is not None and self.is_world_process_zero():
+                problem = self._collector.choice.problem(num_groups(self.args, self.train_dataset))
+                if problem:
+                    logger.warning("%s", problem)
         except BaseException:
             sampler.close()  # what vLLM in process holds; from here on, the collector does
             raise
@@ -687,8 +693,9 @@ class MCPGRPOTrainer(GRPOTrainer):
             columns |= self._rollout_columns(self._batch, columns)
         if self._credit.mode != "group":
             columns |= self._turn_columns(columns)
-        if self._batch is not None and self.model.training:
+        if self._batch is not None and self._collector is not None and self.model.training:
             self._monitor.seen["is_flat"] = float(self._is_flat())
+            self._collector.learn(self._batch, self._rewards, self.reward_weights, self._group_size)
             self._log_batch()
             self._show_batch(self._batch.trajectories, columns)
             columns[ROW] = torch.arange(len(self._batch.trajectories), device=self.accelerator.device)
@@ -1228,6 +1235,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             "global_step": self.state.global_step,
             "num_rollouts": self._collector and self._collector.num_rollouts,
             "turns": self._engine and self._engine.turns.state_dict(),
+            "choice": self._collector and self._collector.choice and self._collector.choice.state_dict(),
             "under_way": self._collector and self._collector.under_way(self.state.global_step),
             "health": self._monitor.health.state_dict(),
             "kl_control": self._kl_control and self._kl_control.state_dict(),
@@ -1261,6 +1269,8 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._collector.num_rollouts = state["num_rollouts"]
             self._collector.engine.turns.load_state_dict(state["turns"])
             self._collector.resume(self._rows_of(state.get("under_way") or []))
+            if self._collector.choice is not None and state.get("choice"):
+                self._collector.choice.load_state_dict(state["choice"])
         self._monitor.health.load_state_dict(state["health"])
         self._evaluations.load(up_to=state["global_step"])
         if self._kl_control is not None and state["kl_control"]:

@@ -12,6 +12,8 @@ from mcp_grpo.metrics import Ratio
 from mcp_grpo.types import Segment, Task, TokenRole, Trajectory
 
 
+MIN_UNFORCED_TOKENS = 16  # in the loss of a batch
+
 Gather = Callable[[list[Any]], list[Any]]
 
 RolesOf = Callable[[Segment, Sequence[Mapping[str, Any]]], tuple[TokenRole, ...]]
@@ -27,14 +29,14 @@ class MaskRule:
         min_prob (`float`, *optional*, defaults to `0.99`):
             Mask only tokens that were sampled with at least this probability, so that a format that is not yet reliable is
             still learnt; 0 masks every forced token.
-        min_unforced_tokens (`int`, *optional*, defaults to `16`):
+        min_unforced_tokens (`int`, *optional*, defaults to `MIN_UNFORCED_TOKENS`):
             Smallest number of tokens in the loss of a batch. The least probable masked tokens are restored to reach it.
         min_unforced_fraction (`float`, *optional*, defaults to `0.3`):
             The same, as a share of the sampled tokens.
     """
 
     min_prob: float = 0.99
-    min_unforced_tokens: int = 16
+    min_unforced_tokens: int = MIN_UNFORCED_TOKENS
     min_unforced_fraction: float = 0.3
 
     def num_to_relax(self, num_sampled: int, num_masked: int) -> int:

@@ -18,6 +18,7 @@ from datasets import Dataset
 from mcp_grpo.errors import RolloutError
 from mcp_grpo.masking import SchemaMask, TurnGrammars
 from mcp_grpo.metrics import Ratio, reduced, staleness_metrics, tool_metrics, trajectory_metrics
+from mcp_grpo.rollout.choice import TaskChoice, group_spreads
 from mcp_grpo.rollout.conversation import Conversation, Watch
 from mcp_grpo.rollout.engine import RolloutEngine
 from mcp_grpo.rollout.loop import Limits, derived_seed
@@ -86,6 +87,8 @@ class BatchCollector:
         max_staleness (`int`):
             Updates between the beginning of a group and its use, at most. With 1, the next batch is rolled out while one is trained
             on; with more, slow groups are passed over until they are that old.
+        choice ([`TaskChoice`], *optional*):
+            Chooses which tasks are attempted. If not given, those that come.
         max_refills (`int`):
             How many times groups that teach nothing are replaced.
         is_solved (`Callable[[Trajectory], bool]`, *optional*):
@@ -107,6 +110,7 @@ class BatchCollector:
     temperature: float
     max_concurrent: int
     max_staleness: int
+    choice: TaskChoice | None
     max_refills: int
     is_solved: Callable[[Trajectory], bool] | None
     masks_cuts: bool
@@ -118,6 +122,7 @@ class BatchCollector:
     _resumed: list[Row] = field(init=False, default_factory=list[Row])
     _left: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
     _has_told_unfit: bool = False
+    _exchanged: float = field(init=False, default=0.0)  # share of the groups begun last that are at other tasks
 
     def __post_init__(self) -> None:
         self._room = anyio.Semaphore(self.max_concurrent)
@@ -157,8 +162,12 @@ class BatchCollector:
                 Rows of the next batch, to be rolled out meanwhile. With `max_staleness` above 1, groups of both may be taken.
         """
         self.engine.check_open()
+        proposed, is_begun = rows, False
         if is_training:
             rows = self._resumed_in_place_of(rows, step, group_size)
+            is_begun = bool(self.max_staleness) and [task_from_row(row) for row in rows] == self._announced
+        if is_training and rows is proposed and not is_begun:  # what goes on has been chosen
+            rows = self._chosen(rows, group_size)
         tasks = [task_from_row(row) for row in rows]
         self.engine.catalog.check(*tasks)  # those of a stream have not been seen before
         rank = self.accelerator.process_index
@@ -167,7 +176,7 @@ class BatchCollector:
         # An engine that sleeps while the policy trains stays awake between the rollouts of one batch.
         with self._awake(tasks) if self.sampler.sleeps else nullcontext():
             if is_training and self.max_staleness:
-                self._take(batch, next_rows, step, group_size)
+                self._take(batch, next_rows, step, group_size, is_begun=is_begun)
             else:
                 batch.trajectories = self.attempt(batch.tasks, step=step, progress=batch.progress)
             if self.is_solved is not None and is_training:
@@ -186,6 +195,8 @@ class BatchCollector:
                     replace=lambda groups: self._replace(batch, groups, step, dataset),
                 )
                 batch.metrics |= {"groups/flat_fraction": shares[0], "groups/flat_fraction_refilled": shares[-1]}
+        if is_training and self.choice is not None:
+            batch.metrics["tasks/exchanged_fraction"] = self._exchanged
         if self.masks_cuts:
             batch.trajectories = [replace(t, left_out=t.is_cut) for t in batch.trajectories]
         if self.schema_mask is not None:
@@ -298,10 +309,41 @@ class BatchCollector:
         self._left[step] = [str(row["task_id"]) for row in own[::size]]
         return own
 
-    def _take(self, batch: Batch, next_rows: Sequence[Row], step: int, size: int) -> None:
+    def learn(self, batch: Batch, rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> None:
+        """
+        Note what a batch earned, for the choice of later tasks. All processes must call it together.
+
+        Args:
+            batch ([`Batch`]):
+                The batch, on this process.
+            rewards (`torch.Tensor`):
+                Rewards of shape `(N, F)` of all processes, NaN where there is none.
+            weights (`torch.Tensor`):
+                Weights of the reward functions.
+            group_size (`int`):
+                Attempts per group.
+        """
+        if self.choice is not None:
+            names = gather_object([task.task_id for task in batch.tasks])
+            self.choice.learn(names[::group_size], group_spreads(rewards, weights, group_size))
+
+    def _chosen(self, rows: Sequence[Row], group_size: int) -> Sequence[Row]:
+        """Return the rows to attempt in the places of those that come."""
+        if self.choice is None:
+            return rows
+        names = gather_object([str(row["task_id"]) for row in rows])
+        proposed = names[::group_size]
+        chosen = self.choice.choose(proposed, derived_seed(self.seed, "choice", self.choice.num_choices))
+        changes = sum(new != old for new, old in zip(chosen, proposed, strict=True))
+        self._exchanged = changes / len(chosen)
+        first = self.accelerator.process_index * len(rows)
+        own = [chosen[(first + place) // group_size] for place in range(len(rows))]
+        return [row if row["task_id"] == name else self.choice.row(name) for name, row in zip(own, rows, strict=True)]
+
+    def _take(self, batch: Batch, next_rows: Sequence[Row], step: int, group_size: int, *, is_begun: bool) -> None:
         """Begin the next batch, and make this one of groups that have ended."""
-        size = size if self.max_staleness > 1 else len(batch.rows)  # with 1, a batch is what was begun for it
-        if batch.tasks != self._announced:  # the first one, and one that nobody told of
+        size = group_size if self.max_staleness > 1 else len(batch.rows)  # with 1, a batch is what was begun for it
+        if not is_begun:  # the first one, and one that nobody told of
             self._stream.drop()
             self._begin(batch.rows, batch.tasks, step, size)
         start = time.monotonic()
@@ -310,7 +352,8 @@ class BatchCollector:
         waited = time.monotonic() - start
         self._announced = [task_from_row(row) for row in next_rows]
         if next_rows:
-            self._begin(next_rows, self._announced, step, size)
+            rows = self._chosen(next_rows, group_size)
+            self._begin(rows, [task_from_row(row) for row in rows], step, size)
         start = time.monotonic()
         groups = self._stream.take(len(batch.rows) // size, step)
         batch.metrics["rollout/wait_seconds"] = waited + time.monotonic() - start
@@ -381,9 +424,13 @@ class BatchCollector:
         """Attempt other tasks in some places of the batch, the same one for all places of a group."""
         taken = gather_object([row["task_id"] for row in batch.rows])
         seed = derived_seed(self.seed, gather_object([self.num_rollouts])[0], "refill")  # the same on all ranks
-        drawn = other_rows(dataset["task_id"], taken, len(taken), seed)
+        names = dataset["task_id"]
+        drawn = [names[row] for row in other_rows(names, taken, len(taken), seed)]
+        if self.choice is not None:
+            drawn = self.choice.choose(drawn, seed, taken)
+        rows = {name: row for row, name in enumerate(names)}
         for slot, group in groups.items():
-            batch.rows[slot] = dataset[drawn[group]]
+            batch.rows[slot] = dataset[rows[drawn[group]]]
             batch.tasks[slot] = task_from_row(batch.rows[slot])
         attempts = self.attempt([batch.tasks[slot] for slot in groups], step=step, progress=batch.progress)
         for slot, trajectory in zip(groups, attempts, strict=True):

@@ -51,7 +51,6 @@ _OTHERS: Mapping[str, str] = {
         "reference_update_interval reference_update_freq reference.steps reference.interval"
     ),
     "ref_ema_decay": "ema_decay ref_ema reference_ema reference_ema_decay reference.decay reference.ema_decay",
-    "min_unforced_tokens": "mask_min_tokens min_active_tokens min_unmasked_tokens",
     "min_unforced_fraction": "min_active_fraction min_active_frac min_unmasked_fraction",
     "bootstrap_imitation_coef": "bootstrap_bc_coef bootstrap_bc_weight bc_coef bc_weight bootstrap.bc_coef",
     "bootstrap_entropy_coef": "bootstrap_entropy_weight",
@@ -177,6 +176,10 @@ EXPLAINED: Mapping[str, str] = {
     "tool_config": "is `servers`, an `mcpServers` file",
     "system_prompt": "belongs to the tasks: the first message of their `prompt`",
     "resume_from": "is `resume: true` (`--resume`), from the last checkpoint in `output_dir`",
+    **dict.fromkeys(
+        ("mask_min_tokens", "min_active_tokens", "min_unmasked_tokens"),
+        "is always 16 with a mask, unless `min_unforced_fraction` is 0",
+    ),
     "bootstrap_coef": "may be `bootstrap_imitation_coef` or `bootstrap_entropy_coef`",
     "bootstrap_weight": "may be `bootstrap_imitation_coef` or `bootstrap_entropy_coef`",
 }

@@ -33,6 +33,7 @@ EVERYTHING = {
     "schema_mask": "syntax",
     "bootstrap_steps": 5,
     "dynamic_sampling": 1,
+    "task_choice": "spread",
 }
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},

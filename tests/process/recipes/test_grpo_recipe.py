@@ -57,7 +57,6 @@ TUNED: dict[str, Any] = {
     **CLASSIC,
     "ref_sync_steps": 10,
     "schema_mask": "syntax",
-    "min_unforced_tokens": 16,
     "min_unforced_fraction": 0.3,
     "bootstrap_steps": 100,
     "bootstrap_imitation_coef": 0.01,

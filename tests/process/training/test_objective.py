@@ -241,7 +241,7 @@ def test_finite_differences_agree_with_the_gradient_of_the_whole_loss(tmp_path: 
         "bootstrap_steps": 1000,
         "learning_rate": 1e-4,
     }
-    changes |= {"schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+    changes |= {"schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.0}
     with make_trainer(tmp_path, adding_model, Spy, max_steps=1, **changes) as trainer:
         trainer.train()
         model = trainer.model.double().train()
@@ -512,6 +512,42 @@ def test_groups_without_spread_are_replaced_by_attempts_at_other_tasks(tmp_path:
             assert names == ["flat"] * 2 + ["steep"] * 2
             assert entry["frac_reward_zero_std"] == 0.5
     assert len(seen) == 2
+
+
+def test_kinds_of_tasks_whose_attempts_differ_are_attempted_more(tmp_path: Path, adding_model: str) -> None:
+    rows = [
+        {**ROWS[0], "task_id": f"{family}-{number}", "family": family}
+        for number in range(10)
+        for family in ("flat", "steep")
+    ]
+    seen: list[list[str]] = []
+
+    def by_family(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        seen.append([t.task.metadata["family"] for t in trajectory])
+        return [0.0 if t.task.metadata["family"] == "flat" else float(i % 2) for i, t in enumerate(trajectory)]
+
+    changes = {**PAIR, "per_device_train_batch_size": 8, "shuffle_dataset": False, "max_steps": 4}
+    with make_trainer(tmp_path, adding_model, Spy, by_family, rows=rows, task_choice="spread", **changes) as trainer:
+        trainer.train()
+    proposed = ["flat", "flat", "steep", "steep"] * 2
+    assert seen[0] == proposed  # nothing is known yet
+    shares = [batch.count("steep") / 8 for batch in seen]
+    assert shares[-1] > 0.5
+    exchanged = [entry["tasks/exchanged_fraction"] for entry in steps(trainer)]
+    assert exchanged[0] == 0
+    assert all(more >= share - 0.5 for more, share in zip(exchanged, shares, strict=True))
+    assert trainer._collector.choice.num_choices == 4
+    assert {t.task.task_id for t in trainer._batch.trajectories} == {row["task_id"] for row in trainer._batch.rows}
+
+
+@pytest.mark.parametrize(("max_steps", "is_said"), [(4, True), (5, False)])
+def test_tasks_that_cannot_be_told_apart_are_said(
+    tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture, max_steps: int, is_said: bool
+) -> None:
+    rows = [{**ROWS[0], "task_id": f"task-{number}"} for number in range(8)]
+    changes = {**PAIR, "per_device_train_batch_size": 4, "max_steps": max_steps}  # two groups a step
+    make_trainer(tmp_path, adding_model, rows=rows, task_choice="spread", **changes).close()
+    assert ("has nothing to go by: all 8 tasks" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize("mode", ["group", "group_turn"])

@@ -202,7 +202,7 @@ class Twice(MCPGRPOTrainer):
 ADAPTER = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
-HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.0}
 
 
 def rewards_by_place(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -46,6 +46,7 @@ REUSING: dict[str, Any] = {
     "num_iterations": 2,
     "max_steps": 3,
     "dynamic_sampling": 1,
+    "task_choice": "spread",
 }
 
 

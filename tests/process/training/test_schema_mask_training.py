@@ -17,7 +17,7 @@ from mcp_grpo.types import ResultKind, TokenRole, Trajectory
 
 
 LOSSES = ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo"]
-HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+HARD = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.0}
 
 
 class Spy(Attempting):

@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 
 ADAPTER = LoraConfig(r=4, target_modules="all-linear")
-MASK = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_tokens": 0, "min_unforced_fraction": 0.0}
+MASK = {"schema_mask": "syntax", "schema_mask_min_prob": 0.0, "min_unforced_fraction": 0.0}
 EVERYTHING = {
     "per_device_train_batch_size": 4,  # half a group
     "gradient_accumulation_steps": 4,
