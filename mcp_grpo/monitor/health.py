@@ -18,6 +18,8 @@ MIN_ACTIVE_FRACTION = 0.5
 MIN_VALID_RATE = 0.5
 MAX_CUT_FRACTION = 0.5
 MAX_FLAT_FRACTION = 0.5
+MAX_IDLE_FRACTION = 2 / 3  # of the groups, over `FLAT_WINDOW` batches
+FLAT_WINDOW = 10
 PATIENCE = 5  # batches in a row, where one may be bad luck
 LONG = 2  # times as many, before a run is stopped for one thing alone
 VERY_LONG = 4
@@ -234,6 +236,17 @@ _SIGNS = (
         ),
     ),
     _Sign(
+        name="mostly_flat",
+        keys=("now/flat", "reward"),
+        shows=lambda m: MAX_IDLE_FRACTION < m["now/flat"] < 1,  # of all groups, another sign tells
+        sentence=lambda m: (
+            f"In {m['now/flat']:.0%} of the last groups, all attempts had the same reward (mean {m['reward']:.2f}), so that most of the "
+            "work teaches nothing. If that is nearly the best reward there is, training is nearly done. Otherwise set "
+            '`task_choice="spread"`, if tasks are of several kinds (column `family` or `difficulty`), use tasks that the policy '
+            "solves sometimes, or set `dynamic_sampling`."
+        ),
+    ),
+    _Sign(
         name="no_calls",
         keys=("tools/call_frequency",),
         shows=lambda m: m["tools/call_frequency"] == 0,
@@ -314,6 +327,7 @@ class Health:
         self._patience = PATIENCE if patience is None else patience
         self._counts: dict[str, int] = {}
         self._explained: deque[float] = deque(maxlen=2 * EV_WINDOW)
+        self._flat: deque[float] = deque(maxlen=FLAT_WINDOW)
         self._num_batches = 0
         self._trends = {name: _Trend() for name in TRENDS}
         self.notes: list[HealthNote] = []
@@ -372,6 +386,10 @@ class Health:
     def _with_trends(self, metrics: Metrics) -> dict[str, float]:
         """Add to the metrics of a batch what they were at the start, are now, and were at their best."""
         seen = dict(metrics)
+        if "frac_reward_zero_std" in metrics:
+            self._flat.append(metrics["frac_reward_zero_std"])
+            if len(self._flat) == FLAT_WINDOW:
+                seen["now/flat"] = sum(self._flat) / FLAT_WINDOW
         if all(key in metrics for key in CUTS):
             seen["cuts"] = sum(metrics.get(key, 0.0) for key in (*CUTS, "stop/context_full"))
         if not all(name in seen for name in TRENDS):
@@ -406,6 +424,7 @@ class Health:
             "counts": dict(self._counts),
             "num_batches": self._num_batches,
             "explained": list(self._explained),
+            "flat": list(self._flat),
             "trends": {name: asdict(trend) for name, trend in self._trends.items()},
             "notes": [asdict(note) for note in self.notes],
         }
@@ -423,6 +442,7 @@ class Health:
         self.notes = [note for note in notes if not note.is_fatal]
         self._counts = {name: 0 if name in stopped else count for name, count in state["counts"].items()}
         self._explained = deque(state["explained"], maxlen=2 * EV_WINDOW)
+        self._flat = deque(state.get("flat", ()), maxlen=FLAT_WINDOW)
         if "trends" in state:  # not in the checkpoints of earlier versions
             self._num_batches = state["num_batches"]
             self._trends = {name: _Trend(**values) for name, values in state["trends"].items()}

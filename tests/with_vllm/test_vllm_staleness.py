@@ -186,6 +186,32 @@ def test_a_slow_group_goes_on_with_new_weights_until_it_is_waited_for(
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_tasks_are_chosen_when_they_are_begun(tmp_path: Path, wide_adding_model: str, max_staleness: int) -> None:
+    batches: list[list[str]] = []
+
+    def by_family(trajectory: list[Trajectory], **kwargs: Any) -> Any:
+        assert [attempt.task.task_id for attempt in trajectory] == kwargs[
+            "task_id"
+        ]  # rows and attempts belong together
+        batches.append([attempt.task.metadata["family"] for attempt in trajectory])
+        return [0.0 if family == "flat" else float(i % 2) for i, family in enumerate(batches[-1])]
+
+    families = ("flat", "steep")
+    rows = [{**ROWS[0], "task_id": f"{name}-{i}", "family": name} for i in range(12) for name in families]
+    changes = {**PAIRS, **IN_PROCESS, "max_staleness": max_staleness, "shuffle_dataset": False}
+    with make_trainer(
+        tmp_path, wide_adding_model, reward=by_family, rows=rows, peft_config=LORA, task_choice="spread", **changes
+    ) as trainer:
+        trainer.train()
+        exchanged = [entry["tasks/exchanged_fraction"] for entry in trainer.state.log_history if "loss" in entry]
+    assert batches[0] == batches[1] == ["flat"] * 2 + ["steep"] * 2  # begun before anything was known
+    assert sum(batch.count("steep") for batch in batches[2:]) > 2 * len(batches[2:])
+    assert exchanged[0] == 0 < max(exchanged)
+    assert exchanged[-1] == exchanged[-2]  # no batch was begun beside the last one
+
+
+@pytest.mark.vllm
 def test_a_resumed_run_begins_with_what_was_under_way_and_attempts_no_task_twice(
     tmp_path: Path, wide_adding_model: str
 ) -> None:

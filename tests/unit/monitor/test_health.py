@@ -219,6 +219,21 @@ def test_what_a_run_was_stopped_for_may_stop_it_again_but_not_at_once() -> None:
     assert [any(note.is_fatal for note in health.check(silent)) for _ in range(3)] == [False, False, True]
 
 
+def test_groups_that_mostly_teach_nothing_are_told_of_and_counted_over_a_checkpoint() -> None:
+    mostly = [{"frac_reward_zero_std": share} for share in (0.5, 1.0) * 10]  # 75 % on average, and never for long
+    (note,) = notes_of(mostly)
+    assert (note.name, note.step, note.is_fatal) == ("mostly_flat", 12, False)  # ten to average over, three in a row
+    for word in ("75%", "mean 0.50", '`task_choice="spread"`', "`family` or `difficulty`", "`dynamic_sampling`"):
+        assert word in note.sentence
+    assert notes_of([{"frac_reward_zero_std": share} for share in (0.5, 0.8) * 20]) == []  # 65 %
+    assert [note.name for note in notes_of([FLAT] * 6)] == ["flat_groups"]
+    health = Health(patience=3)
+    for changes in mostly[:11]:
+        assert health.check(FINE | changes) == []
+        health = resumed(health)
+    assert [note.name for note in health.check(FINE | mostly[11])] == ["mostly_flat"]
+
+
 def test_signs_show_as_long_as_they_last() -> None:
     health = Health(patience=1)
     health.check(FINE | {"tools/call_frequency": 0.0})
