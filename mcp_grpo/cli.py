@@ -80,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--task", help="only this task, over all steps")
     replay.add_argument("--number", type=int, default=5, help="how many (default: %(default)s)")
     replay.set_defaults(run=_replay)
-    report = commands.add_parser("report", help="write a page about a run, in one file, and pictures for a card")
-    report.add_argument("folder", type=Path, help="output folder of the run")
-    report.set_defaults(run=_report)
+    _add_report(commands)
     dashboard = commands.add_parser("dashboard", help="follow and compare runs on a page in the browser")
     dashboard.add_argument("folder", type=Path, help="folder that runs are written to, or that of one run")
     dashboard.add_argument("--port", type=int, default=8268, help="port; 0 for a free one (default: %(default)s)")
@@ -95,6 +93,23 @@ def _parser() -> argparse.ArgumentParser:
     if (desk := _desk()) is not None:
         desk.add_commands(commands, tasks)
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report", help="write a page about a run, in one file, and pictures for a card; or print what was learnt"
+    )
+    report.add_argument(
+        "folders", type=Path, nargs="+", metavar="folder", help="output folder of a run, or of several runs"
+    )
+    form = report.add_mutually_exclusive_group()
+    form.add_argument(
+        "--text",
+        action="store_true",
+        help="print all evaluations instead, kind of task by kind of task; several runs of the same tasks are added up",
+    )
+    form.add_argument("--markdown", action="store_true", help="print the same as Markdown")
+    report.set_defaults(run=_report)
 
 
 def _add_synth(tasks: Any) -> None:
@@ -647,13 +662,31 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.text or arguments.markdown:
+        return _print_learnt(arguments.folders, as_markdown=arguments.markdown)
     from mcp_grpo.monitor.run_page import write_page
 
-    page, *pictures = write_page(arguments.folder)
     console = make_console()
-    console.print(f"The report is {page}.", soft_wrap=True)
-    if pictures:
-        console.print(f"Pictures for a card: {', '.join(map(str, pictures))}.", soft_wrap=True)
+    for folder in arguments.folders:
+        page, *pictures = write_page(folder)
+        console.print(f"The report is {page}.", soft_wrap=True)
+        if pictures:
+            console.print(f"Pictures for a card: {', '.join(map(str, pictures))}.", soft_wrap=True)
+    return 0
+
+
+def _print_learnt(folders: Sequence[Path], *, as_markdown: bool) -> int:
+    from mcp_grpo.monitor.judged_runs import learnt, read_judged_runs
+
+    console = make_console()
+    grids, notes = learnt(read_judged_runs(folders))
+    if as_markdown:
+        console.print("\n\n".join([*(grid.markdown() for grid in grids), *notes]), soft_wrap=True)
+        return 0
+    for table in (table for grid in grids for table in grid.tables(console.width)):
+        console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
     return 0
 
 

@@ -756,8 +756,9 @@ class MCPGRPOTrainer(GRPOTrainer):
         is_left_out = self.accelerator.gather(torch.tensor(left_out, device=rewards.device))
         rewards = rewards.masked_fill(is_left_out.unsqueeze(1), torch.nan)
         if not self.model.training:
-            task_ids = gather_object([trajectory.task.task_id for trajectory in trajectories])
-            self._evaluations.add(task_ids, rewards, self.reward_weights, self._solved(trajectories))
+            tasks = gather_object([(trajectory.task.task_id, trajectory.task.kind) for trajectory in trajectories])
+            task_ids, kinds = zip(*tasks, strict=True)
+            self._evaluations.add(task_ids, rewards, self.reward_weights, self._solved(trajectories), kinds)
         return rewards
 
     def _solved(self, trajectories: Sequence[Trajectory]) -> list[bool]:

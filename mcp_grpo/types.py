@@ -139,6 +139,12 @@ class Task:
     user_turns: tuple[UserTurn, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def kind(self) -> str | None:
+        """Return what kind of task it is: its column `family`, or its `difficulty` where there is no family."""
+        named = (self.metadata.get("family"), self.difficulty)
+        return next((str(each) for each in named if each not in (None, "")), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:

@@ -37,11 +37,11 @@ from recipe_parts.machine import Choice, Machine, choose, describe, fit_to_tasks
 from recipe_parts.preflight import run_preflight
 from recipe_parts.requirements import check_requirements
 from recipe_parts.run_folder import RunFolder
-from rich.console import Console
 from transformers import ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress, Trajectory
+from mcp_grpo.console import InertConsole
 from mcp_grpo.desk.reward import is_solved
 from mcp_grpo.doctor.stand_in import STAND_IN, save_stand_in, tokenizer_of
 from mcp_grpo.errors import HealthError, MCPGRPOError, SettingsError
@@ -50,9 +50,11 @@ from mcp_grpo.monitor import (
     MetricsFile,
     TrajectoryLog,
     health_lines,
+    kinds_report,
     learning_sentence,
     learning_table,
     profile_table,
+    stuck_sentence,
     training_sentence,
 )
 from mcp_grpo.policy_evaluation import baselines
@@ -272,7 +274,7 @@ def add_baselines(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
 
 def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> None:
     """Say what was learnt, what was found wrong, and what was kept."""
-    console = Console(record=True)
+    console = InertConsole(record=True)
     if script.profile:
         table = profile_table(trainer.state.log_history)
         (folder / "profile.md").write_text(table + "\n")
@@ -280,11 +282,19 @@ def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> Non
     evaluations, kept = trainer.evaluations, trainer.kept_step
     if evaluations:
         console.print(learning_table(evaluations, kept))
+        if (kinds := kinds_report(evaluations, kept)) is not None:
+            console.print(kinds.table())
         console.print(learning_sentence(evaluations, kept), soft_wrap=True, highlight=False)
+        if (stuck := stuck_sentence(evaluations)) is not None:
+            console.print(stuck, soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(training_sentence(trainer.state.log_history), soft_wrap=True, highlight=False)
     for line in health_lines(trainer.health_notes):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if evaluations:
+        console.print(
+            f"All evaluations: mcp-grpo report {folder} --text", soft_wrap=True, highlight=False, markup=False
+        )
     what = "adapter" if is_peft_model(trainer.model) else "model"
     console.print(
         f"The {what} of step {kept} is in {folder}. Metrics: metrics.jsonl; curves: curves.png; settings: config.yaml; "

@@ -30,18 +30,25 @@ class EvaluationHistory:
         self._file = folder / EVALUATIONS_FILE
         self._rewards: dict[str, list[float]] = defaultdict(list)  # of the evaluation under way, by task
         self._solved: dict[str, list[bool]] = defaultdict(list)
+        self._kinds: dict[str, str] = {}
 
     def begin(self) -> None:
         """Forget an evaluation that was not ended."""
         self._rewards.clear()
         self._solved.clear()
+        self._kinds.clear()
 
     def add(
-        self, task_ids: Sequence[str], rewards: torch.Tensor, weights: torch.Tensor, solved: Sequence[bool] = ()
+        self,
+        task_ids: Sequence[str],
+        rewards: torch.Tensor,
+        weights: torch.Tensor,
+        solved: Sequence[bool] = (),
+        kinds: Sequence[str | None] = (),
     ) -> None:
         """
         Add the rewards of a batch, of shape `(N, F)`, of all processes, NaN where there is none; and where it is known, whether
-        each attempt did its task.
+        each attempt did its task, and what kind of task that was.
         """
         totals = (rewards * weights.to(rewards.device)).nansum(dim=1).tolist()
         is_judged = (~rewards.isnan().all(dim=1)).tolist()
@@ -51,14 +58,16 @@ class EvaluationHistory:
         for task_id, is_done, counts in zip(task_ids, solved, is_judged, strict=False):
             if counts:
                 self._solved[task_id].append(is_done)
+        self._kinds |= {task_id: kind for task_id, kind in zip(task_ids, kinds, strict=False) if kind is not None}
 
     def end(self, step: int, metrics: dict[str, float]) -> Judged | None:
         """Return the evaluation that has just ended, if it is the first one of this step."""
         rewards, solved = dict(self._rewards), dict(self._solved)
+        kinds = {task_id: kind for task_id, kind in self._kinds.items() if task_id in rewards}
         self.begin()  # of several datasets, the first to be evaluated is the one that counts
         if not rewards or any(each.step == step for each in self.all):
             return None
-        return Judged(step=step, rewards=rewards, metrics=metrics, solved=solved)
+        return Judged(step=step, rewards=rewards, metrics=metrics, solved=solved, kinds=kinds)
 
     def keep(self, judged: Judged, *, is_main: bool) -> None:
         """Add an evaluation, and write all of them on the main process."""

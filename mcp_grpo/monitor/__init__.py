@@ -3,6 +3,7 @@
 from mcp_grpo.monitor.curves import plot_curves
 from mcp_grpo.monitor.gpu import GPUWatch
 from mcp_grpo.monitor.health import Health, HealthNote
+from mcp_grpo.monitor.kinds import kinds_report, stuck_sentence
 from mcp_grpo.monitor.metrics_file import METRICS_FILE, MetricsFile
 from mcp_grpo.monitor.phases import Phases, profile_table
 from mcp_grpo.monitor.recorder import ROW, TrajectoryRecorder
@@ -43,6 +44,7 @@ __all__ = [
     "any_text_in_terminal",
     "explain",
     "health_lines",
+    "kinds_report",
     "learning_sentence",
     "learning_table",
     "pass_metrics",
@@ -52,6 +54,7 @@ __all__ = [
     "read_results",
     "results_content",
     "speak_in_terminal",
+    "stuck_sentence",
     "table_messages",
     "tell",
     "training_sentence",

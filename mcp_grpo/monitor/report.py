@@ -8,7 +8,8 @@ from rich.table import Table
 
 from mcp_grpo.evaluation import Interval, Judged, best_of, change
 from mcp_grpo.evaluation.comparison import success_change
-from mcp_grpo.monitor import HealthNote
+from mcp_grpo.monitor.grid import Grid
+from mcp_grpo.monitor.health import HealthNote
 
 
 # Metrics of an evaluation that say how tasks were attempted, and how to call them.
@@ -36,17 +37,59 @@ def learning_table(evaluations: Sequence[Judged], kept_step: int) -> Table:
     Returns:
         `rich.table.Table`: Print it with `rich.print`.
     """
-    first, last = evaluations[0], evaluations[-1]
-    columns = {id(each): each for each in (first, kept_of(evaluations, kept_step), last)}
+    return evaluations_grid(before_kept_last(evaluations, kept_step), kept_step).table()
+
+
+def evaluations_grid(evaluations: Sequence[Judged], kept_step: int | None) -> Grid:
+    """
+    Lay out evaluations of a run side by side, each with what has changed since the first one.
+
+    Args:
+        evaluations (`Sequence[Judged]`):
+            Which ones, at least one.
+        kept_step (`int`, *optional*):
+            Step of the policy that was kept, where that is known.
+
+    Returns:
+        [`Grid`]: A column for each.
+    """
+    first, rows = evaluations[0], learning_rows(evaluations)
+    if (changes := change_row(evaluations)) is not None:
+        rows.insert(2 if any(each.solved for each in evaluations) else 1, changes)  # below what it is a change of
     num_tasks = len(first.rewards)
-    table = Table(title=f"{num_tasks} tasks to judge by, {first.num_attempts / max(1, num_tasks):.3g} attempts each")
-    table.add_column("")
-    for each in columns.values():
-        name = "before" if each.step == 0 else f"step {each.step}"
-        table.add_column(f"{name}, kept" if each.step == kept_step else name, justify="right")
-    for label, values in learning_rows(list(columns.values())):
-        table.add_row(label, *values)
-    return table
+    return Grid(
+        title=f"{num_tasks} tasks to judge by, {first.num_attempts / max(1, num_tasks):.3g} attempts each",
+        columns=[column_name(each.step, is_kept=each.step == kept_step) for each in evaluations],
+        rows=rows,
+    )
+
+
+def before_kept_last(evaluations: Sequence[Judged], kept_step: int) -> list[Judged]:
+    """Return the evaluations before training, of the policy that was kept, and at the end, each once."""
+    ends = (evaluations[0], kept_of(evaluations, kept_step), evaluations[-1])
+    return list({id(each): each for each in ends}.values())
+
+
+def column_name(step: int, *, is_kept: bool = False) -> str:
+    """Return how to call the evaluation of a step."""
+    name = "before" if step == 0 else f"step {step}"
+    return f"{name}, kept" if is_kept else name
+
+
+def change_row(evaluations: Sequence[Judged]) -> tuple[str, list[str]] | None:
+    """
+    Return how each evaluation differs from the first one on the tasks that both have: in success where that is known, else in the
+    reward; `None` where there is nothing to compare.
+    """
+    first, others = evaluations[0], evaluations[1:]
+    since = f"since {column_name(first.step)}, with 95 % interval"
+    if first.solved:
+        label, gains, show = f"points {since}", [success_change(first, each) for each in others], points_text
+    else:
+        label, gains, show = f"reward {since}", [change(first, each) for each in others], reward_text
+    if not any(gains):
+        return None
+    return label, ["", *(show(gain) if gain else "" for gain in gains)]
 
 
 def learning_rows(evaluations: Sequence[Judged]) -> list[tuple[str, list[str]]]:
@@ -71,6 +114,17 @@ def learning_rows(evaluations: Sequence[Judged]) -> list[tuple[str, list[str]]]:
 def share_text(share: Interval) -> str:
     """Return a share with its interval, in words."""
     return f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})"
+
+
+def points_text(change: Interval) -> str:
+    """Return a change of a share with its interval, in percentage points."""
+    mean, low, high = (100 * each for each in (change.mean, change.low, change.high))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def reward_text(change: Interval) -> str:
+    """Return a change of the reward with its interval."""
+    return f"{change.mean:+.3f} ({change.low:+.3f} to {change.high:+.3f})"
 
 
 def learning_sentence(evaluations: Sequence[Judged], kept_step: int) -> str:

@@ -16,9 +16,12 @@ from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import EVALUATIONS_FILE, Interval, Judged, mean_of_tasks, read_judged, tool_use
 from mcp_grpo.inert import inert
 from mcp_grpo.monitor.curves import curves_svg, intervals_svg, plot_curves, plot_intervals
+from mcp_grpo.monitor.grid import Grid
+from mcp_grpo.monitor.judged_runs import kept_step_of
+from mcp_grpo.monitor.kinds import kinds_grid, stuck_sentence
 from mcp_grpo.monitor.metrics_file import METRICS_FILE
 from mcp_grpo.monitor.replay import recorded, recorded_steps
-from mcp_grpo.monitor.report import training_sentence
+from mcp_grpo.monitor.report import column_name, evaluations_grid, training_sentence
 from mcp_grpo.monitor.results import Results, read_results
 
 
@@ -77,15 +80,18 @@ def write_page(folder: Path) -> list[Path]:
     first, last = _ends(folder, steps)
     panels = {title: found for title, keys in PANELS.items() if (found := _logged(history, keys))}
     points, label = _points(content, evaluations)
+    every, by_kind = _grids(folder, content, evaluations)
     page = _environment().from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = page.render(
         name=folder.resolve().name,
         facts=_facts(content, history, steps),
         results=results,
         intervals=Markup(intervals_svg(points, label)) if len(points) > 1 else None,
+        evaluations=[grid for grid in (every, by_kind) if grid is not None],
+        stuck=stuck_sentence(evaluations),
         health=_health(folder, content),
         curves={title: Markup(curves_svg(history, keys)) for title, keys in panels.items()},
-        tables=_tables(content, first, last),
+        tables=_tables(content, first, last, by_kind),
         examples=_examples(first, last),
         settings=_settings(folder, content),
         chosen=_json(folder / "run.json").get("chosen") or {},
@@ -189,8 +195,23 @@ def _recorded_of(folder: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
     return list(chain.from_iterable(recorded(folder, step=step) for step in steps))
 
 
-def _tables(content: Mapping[str, Any], first: Sequence[dict], last: Sequence[dict]) -> list[dict[str, Any]]:
-    """Return tables by tool, family and difficulty: of evaluations where there are any, else of what was trained on."""
+def _grids(folder: Path, content: Mapping[str, Any], evaluations: Sequence[Judged]) -> tuple[Grid | None, Grid | None]:
+    """Return a table of all evaluations, where there are more than the two that are compared, and one by kind of task."""
+    kept = kept_step_of(folder)
+    columns = {column_name(each.step, is_kept=each.step == kept): [each] for each in evaluations}
+    every = evaluations_grid(evaluations, kept) if len(evaluations) > 2 else None
+    # What was measured before and after on other tasks has tables of its own by family and difficulty.
+    return every, None if content.get("before") and content.get("after") else kinds_grid(columns)
+
+
+def _tables(
+    content: Mapping[str, Any], first: Sequence[dict], last: Sequence[dict], by_kind: Grid | None
+) -> list[dict[str, Any]]:
+    """
+    Return tables by tool, family and difficulty: of evaluations where there are any, else of what was trained on. Kinds of tasks
+    that are in a table already get no other one.
+    """
+    known = {label for label, _ in by_kind.rows} if by_kind else set()
     before, after = content.get("before"), content.get("after")
     if before and after:
         found, where = [_by_tool(before["tools"], after["tools"])], "of the evaluations before and after training"
@@ -201,10 +222,11 @@ def _tables(content: Mapping[str, Any], first: Sequence[dict], last: Sequence[di
     else:
         where = "of the first and the last steps that were trained on"
         found = [_by_tool(*(_uses(rows) for rows in (first, last)))]
-        found += [
+        labelled = [
             _by_label(name, _rewards_by(name, first), _rewards_by(name, last), "{:.3f}")
             for name in ("family", "difficulty")
         ]
+        found += [table for table in labelled if not known & {label for label, _ in table["rows"]}]
     return [{**table, "where": where} for table in found if table["rows"]]
 
 

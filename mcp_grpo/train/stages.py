@@ -23,7 +23,7 @@ from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.doctor import Subject, examine
 from mcp_grpo.errors import HealthError, SettingsError
 from mcp_grpo.evaluation import Evaluation, compare, comparison_table
-from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrainingProgress, learning_sentence
+from mcp_grpo.monitor import METRICS_FILE, MetricsFile, TrainingProgress, learning_sentence, stuck_sentence
 from mcp_grpo.monitor.run_page import write_page
 from mcp_grpo.policy_evaluation import baselines, evaluate, read_evaluation
 from mcp_grpo.publishing import newest_checkpoint, serve_command
@@ -218,7 +218,8 @@ class Stages:
         kept = f"{steps} steps{why}; the policy of step {trainer.kept_step}, {how}, is kept."
         evaluations = trainer.evaluations
         is_known = bool(evaluations) and evaluations[0].step == 0
-        return f"{kept} {learning_sentence(evaluations, trainer.kept_step)}" if is_known else kept
+        learnt = learning_sentence(evaluations, trainer.kept_step) if is_known else None
+        return " ".join(filter(None, (kept, learnt, stuck_sentence(evaluations))))
 
     def after(self) -> str:
         """Attempt the tasks to judge by again, and measure what to compare with."""

@@ -54,12 +54,13 @@ def train(
     paying_rank: str | None = None,
     num_tasks: int = len(ROWS),
     holds_until: int | None = None,
+    judges: bool = False,
     **changes: Any,
 ) -> None:
     """
     Trains two steps, or goes on from the last checkpoint or another one, and writes what came of it. Ranks may have `memory` of a
     device, and one of them may pay single turns in its first batch. The last one may have a call that is answered only after some
-    batches.
+    batches. A policy may be judged before training.
     """
     shared_prompts.SHARE_PROMPTS = share_prompts
     folder.mkdir(exist_ok=True)
@@ -111,6 +112,7 @@ def train(
         reward,
         config,
         Dataset.from_list([{**ROWS[0], "task_id": f"sum-{i}"} for i in range(num_tasks)]),
+        eval_dataset=Dataset.from_list([{**row, "family": row["task_id"]} for row in ROWS]) if judges else None,
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear") if has_adapter else None,
     ) as trainer:

@@ -45,6 +45,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "apart": ALL_WEIGHTS | {"gradient_accumulation_steps": 4},
     "joined": ALL_WEIGHTS | {"gradient_accumulation_steps": 4, "memory": [10**12, 10**12]},
     "joined by one": ALL_WEIGHTS | {"gradient_accumulation_steps": 4, "memory": [10**12, 10**3]},
+    "judged": {
+        "judges": True,
+        "max_steps": 1,
+        "eval_on_start": True,
+        "eval_strategy": "epoch",
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 4,
+    },
     "broken": {"dying_rank": "1"},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -110,6 +118,16 @@ def test_processes_agree_how_turns_are_judged_though_one_alone_has_paid_any(
     assert first["credit"] == second["credit"]
     assert first["credit"][:2] == ["group_turn", 0.5]
     assert first["weights"] == second["weights"]
+
+
+@pytest.mark.usefixtures("trained")
+def test_an_evaluation_has_the_tasks_of_all_processes_and_their_kinds(
+    launched: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    first = json.loads((launched[0] / "judged" / "evaluations.jsonl").read_text().splitlines()[0])
+    names = [f"sum-{i}" for i in range(4)]
+    assert first["kinds"] == {name: name for name in names}
+    assert {name: len(found) for name, found in first["rewards"].items()} == dict.fromkeys(names, 2)
 
 
 @pytest.mark.usefixtures("trained")

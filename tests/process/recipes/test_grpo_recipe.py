@@ -359,7 +359,9 @@ def test_the_last_step_is_judged_once(own: list[str], tmp_path: Path, every: str
 def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str], tmp_path: Path) -> None:
     script = {"steps": [{"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}], "final": "5"}
     tasks = tmp_path / "judged.jsonl"
-    tasks.write_text("".join(json.dumps({**row, "solution": script}) + "\n" for row in ROWS))
+    kinds = ("[red]", "[red]", "sums", "sums")
+    rows = [{**row, "solution": script, "family": kind} for row, kind in zip(ROWS, kinds, strict=True)]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judging = ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start", "true", "--eval_tasks", str(tasks)]
     judging += ["--per_device_eval_batch_size", "4", "--num_generations_eval", "1", "--max_steps", "1"]
     grpo_qwen3.main([*own, *judging, "--output_dir", str(tmp_path / "run")])
@@ -368,7 +370,10 @@ def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str
     assert "4 tasks, 1 attempts each, at step 0 and at step 1." in card
     assert "By success: No difference is shown" in card
     assert "Success of others on the same tasks: doing nothing 0.0%, scripted solutions 100.0%." in card
-    assert "success, with 95 %" in (tmp_path / "run" / "report.txt").read_text()
+    report = (tmp_path / "run" / "report.txt").read_text()
+    assert "success, with 95 %" in report
+    assert "│ [red] │ 0 of 2 │ 0 of 2 │" in " ".join(report.split())
+    assert "No attempt at `[red]`, `sums` succeeded in any evaluation" in report
 
 
 def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from servers.sums import server
 from transformers import EarlyStoppingCallback
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory
+from mcp_grpo.cli import main
 from mcp_grpo.errors import HealthError
 from mcp_grpo.evaluation.comparison import success_change
 from mcp_grpo.monitor import learning_sentence
@@ -32,6 +34,10 @@ EVALUATED: dict[str, Any] = {
 }
 EVALUATED |= {"per_device_eval_batch_size": 8, "save_strategy": "steps", "save_steps": 100, "max_steps": 3}
 PAIR = {"num_generations": 2, "per_device_train_batch_size": 2}  # enough, where rewards are given
+HELD_OUT = [
+    {**row, "family": family, "difficulty": "level 2"}
+    for row, family in zip(ROWS, ("[red]", "a", "a", None), strict=True)
+]
 GRADES = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2, 4: 0.2, 5: 0.2}
 
 
@@ -61,7 +67,7 @@ def make_trainer(
         reward,
         settings(folder, **{**EVALUATED, **PAIR, **BRIEF, "learning_rate": 1e-2, **changes}),
         Dataset.from_list(ROWS),
-        eval_dataset=Dataset.from_list(ROWS),
+        eval_dataset=Dataset.from_list(HELD_OUT),
         servers={"sums": server},
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
         is_success=is_success if by_success else None,
@@ -72,7 +78,7 @@ def make_trainer(
 
 
 def test_the_best_policy_that_was_evaluated_is_kept_and_saved(
-    tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, adding_model: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with make_trainer(tmp_path, adding_model) as trainer:
         trainer.train()
@@ -87,6 +93,13 @@ def test_the_best_policy_that_was_evaluated_is_kept_and_saved(
     lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [round(line["rewards"]["sum-0"][0], 3) for line in lines] == [0.1, 0.9, 0.5, 0.2]
     assert len(lines[0]["rewards"]["sum-0"]) == 2
+    kinds = {"sum-0": "[red]", "sum-1": "a", "sum-2": "a", "sum-3": "level 2"}
+    assert [line["kinds"] for line in lines] == [kinds] * 4
+    assert main(["report", str(tmp_path), "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1, kept" in shown
+    assert " +0.800 " in shown  # since before
+    assert re.search(r"│ +\[red\] +│ +0.100 +│ +0.900 +│ +0.500 +│ +0.200 +│", shown)
     falls = [record.message for record in caplog.records if "does worse on the tasks" in record.message]
     assert len(falls) == 1
     assert "reward 0.915 at step 1, 0.515 now" in falls[0]

@@ -91,6 +91,44 @@ def test_a_run_that_was_not_evaluated_or_has_not_ended_has_its_page(tmp_path: Pa
     assert "By success: the trained policy is better: +100.0% of 4 tasks" in text
 
 
+def test_it_has_all_evaluations_and_kinds_of_tasks_once(tmp_path: Path) -> None:
+    """A run that has no evaluations but its own; its trajectories are of the family `5 family`, too."""
+    make_run(tmp_path, results=False)
+    kinds = {"t0": "5 family", "t1": "5 family", "t2": "<img>[red]x", "t3": "<img>[red]x"}
+    write_judged(
+        [
+            Judged(
+                step=step,
+                rewards={task: [0.1 * step] for task in kinds},
+                solved={task: [task < "t2" and step > 1] * 2 for task in kinds},
+                kinds=kinds,
+            )
+            for step in (0, 2, 3)
+        ],
+        tmp_path / "evaluations.jsonl",
+    )
+    page = write_page(tmp_path)[0].read_text()
+    text = " ".join(Reader(page).text.split())
+    assert "<img" not in page
+    assert "points since before, with 95 % interval +50.0 (" in text
+    assert "Attempts that succeeded, by kind of task. kind before step 2 step 3 5 family 0 of 4 4 of 4 4 of 4" in text
+    assert "<img>[red]x 0 of 4 0 of 4 0 of 4" in text
+    assert "No attempt at `<img>[red]x` succeeded in any evaluation" in text
+    assert "By family" not in text
+    assert "By tool" in text
+
+
+def test_kinds_are_those_of_the_tasks_that_nothing_was_chosen_by_where_there_are_some(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    evaluations = [
+        Judged(step=step, rewards={"a": [0.0], "b": [1.0]}, kinds={"a": "one", "b": "other"}) for step in (0, 3)
+    ]
+    write_judged(evaluations, tmp_path / "evaluations.jsonl")
+    text = " ".join(Reader(write_page(tmp_path)[0].read_text()).text.split())
+    assert "By family" in text
+    assert "by kind of task" not in text
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="There is no run in"):
         write_page(tmp_path)
