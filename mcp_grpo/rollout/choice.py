@@ -1,7 +1,7 @@
 """Which tasks a batch attempts: more of those whose attempts earned different rewards."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 
-KIND_COLUMNS = ("family", "difficulty")  # the first that a dataset has says of what kind a task is
+KIND_COLUMNS = ("family", "difficulty")  # the first that a task has says of what kind it is, as in `Task.kind`
 LEAST = 0.1  # chance of a task of the flattest kind, beside 1 for the kind that spreads most
 MEMORY = 0.9  # what an average keeps of what it knew with each group, as the policy changes
 KIND_STRENGTH = 2.0  # groups that what is known of its kind counts for, beside a task's own
@@ -47,9 +47,11 @@ class TaskChoice:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._places = {str(name): place for place, name in enumerate(dataset["task_id"])}
-        column = next((name for name in KIND_COLUMNS if name in dataset.column_names), None)
-        kinds: Iterable[Any] = dataset[column] if column else [None] * len(self._places)
-        self._kinds = {name: "" if kind is None else str(kind) for name, kind in zip(self._places, kinds, strict=True)}
+        columns = [list(dataset[name]) for name in KIND_COLUMNS if name in dataset.column_names]
+        kinds = {name: [column[place] for column in columns] for name, place in self._places.items()}
+        self._kinds = {
+            name: next((str(each) for each in named if each not in (None, "")), "") for name, named in kinds.items()
+        }
         self._of_kinds: dict[str, _Average] = defaultdict(_Average)
         self._of_tasks: dict[str, _Average] = defaultdict(_Average)
         self.num_choices = 0

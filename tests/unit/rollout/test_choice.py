@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 
 from mcp_grpo.rollout.choice import LEAST, TaskChoice, group_spreads
+from mcp_grpo.tasks import task_from_row
 
 
 NAN = float("nan")
@@ -91,6 +92,16 @@ def test_kinds_are_families_else_difficulties_else_none() -> None:
     assert TaskChoice(Dataset.from_list(rows)).num_kinds == 2
     assert TaskChoice(Dataset.from_list([{"task_id": name} for name in "abc"])).num_kinds == 1
     assert choice_of({"one": 1, "other": 1}, difficulty="easy").num_kinds == 2
+    prompt = [{"role": "user", "content": "?"}]
+    rows = [
+        {"task_id": name, "prompt": prompt, "difficulty": "hard", "family": family}
+        for name, family in (("a", "x"), ("b", None))
+    ]
+    choice = TaskChoice(Dataset.from_list(rows))
+    choice.learn(["a", "b"], [0.2, 0.0])
+    assert (
+        sorted(choice.state_dict()["kinds"]) == sorted(str(task_from_row(row).kind) for row in rows) == ["hard", "x"]
+    )
 
 
 def test_where_there_are_no_other_tasks_the_last_one_drawn_is_taken() -> None:
