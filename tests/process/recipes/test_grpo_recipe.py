@@ -176,7 +176,7 @@ def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_wei
 ) -> None:
     if path.stem != "cpu_debug":  # which starts all for itself
         request.getfixturevalue("shared_desk")
-    arguments = ["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]
+    arguments = ["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4", "--minutes", "1"]
     if "coder" in path.stem:  # only Qwen3's chat template is known by heart; the tokens of a tiny model are bytes
         tiny = save_tiny_model(tmp_path, max_position_embeddings=16384)
         arguments += ["--model_name_or_path", tiny, "--vllm_max_model_length", "16384"]
@@ -222,6 +222,9 @@ def test_the_earlier_hyperparameters_are_kept(name: str, wanted: dict[str, Any])
         (["--use_vllm", "maybe"], "`--use_vllm` must be true or false, got 'maybe'"),
         (["--schema_mask", "syntx"], r"one of off, syntax, grammar, got 'syntx'. Did you mean syntax\?"),
         (["--num_generations", "3", "--per_device_train_batch_size", "8"], "divisible by num_generations"),
+        (["--minutes", "0"], "`minutes` must be above 0, got 0"),
+        (["--minutes=-5"], "`minutes` must be above 0, got -5"),
+        (["--minutes", "nan"], "`minutes` must be above 0, got nan"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: str) -> None:
@@ -239,6 +242,7 @@ def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: st
             r"must be one of off, syntax, grammar, got 'syntx'. Did you mean syntax\?",
         ),
         ("learning_rate: fast", "must be a number, got 'fast'"),
+        ("minutes: 0", "`minutes` must be above 0, got 0"),
         ("beta: [", "mine.yaml is not a YAML file"),
         ("mcpServers: {shop: {command: python}}", r"is a file of its own; .*`servers: FILE.json`"),
     ],
@@ -370,6 +374,37 @@ def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str
     assert "By success: No difference is shown" in card
     assert "Success of others on the same tasks: doing nothing 0.0%, scripted solutions 100.0%." in card
     assert "success, with 95 %" in (tmp_path / "run" / "report.txt").read_text()
+
+
+def test_a_run_ends_in_time_with_its_rate_fallen_and_goes_on_with_new_time(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo_qwen3, "RESERVE", 10.0)  # of a tiny model, to be done sooner
+    folder, tasks = tmp_path / "run", own[own.index("--tasks") + 1]
+    judging = ["--eval_strategy", "steps", "--eval_steps", "1000", "--eval_on_start", "true", "--eval_tasks", tasks]
+    judging += ["--per_device_eval_batch_size", "4", "--num_generations_eval", "1", "--save_steps", "1000"]
+    falling = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", '{"num_decay_steps": 6}']
+    given = [*own, *judging, *falling, "--max_steps", "1000", "--on_unhealthy", "warn", "--output_dir", str(folder)]
+    steps = []
+    for minutes, more in (("0.4", []), ("0.41", ["--resume"])):
+        began = time.monotonic()
+        trainer = grpo_qwen3.main([*given, "--minutes", minutes, *more])
+        assert time.monotonic() - began < 24
+        assert trainer is not None
+        steps.append(trainer.state.global_step)
+        said = f"Training ended after {steps[-1]} of 1000 steps, as its {minutes} minutes are nearly over."
+        assert capsys.readouterr().out.count(said) == 1
+        assert (folder / "report.txt").read_text().startswith(said)
+        assert said in (folder / "run.log").read_text()
+    assert "Settings have changed" not in (folder / "run.log").read_text()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
+    assert set(steps) <= {line["step"] for line in logged if "eval_reward" in line}
+    assert all((folder / f"checkpoint-{step}").is_dir() for step in steps)
+    for first, last in ((1, steps[0]), (steps[0] + 1, steps[1])):
+        assert last - first > 10
+        assert rates[first] == rates[first + 2] == 1e-3
+        assert rates[last] < 5e-4
 
 
 def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:
