@@ -523,6 +523,7 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
         "MCP_SERVERS": "mcp-fake\n",
         "MCP_PORTS": str(port),
         "STARTUP_SECONDS": "60",
+        **({} if status else {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}),
     }
     job = subprocess.Popen(
         ["bash", str(tmp_path / "train.sbatch"), "--config", "a file.yaml"],
@@ -544,6 +545,7 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
     assert "vllm serve Qwen/Qwen3-4B" in calls
     assert "--num_machines 1 --num_processes 8" in calls
     assert f"--config a file.yaml --vllm_mode server --vllm_server_base_url http://localhost:{port + 1}" in calls
+    assert re.findall(r"--minutes (\S+) --config", calls) in ([[]] if status else [["55"], ["56"]])
     left = subprocess.run(["pgrep", "-f", str(programs)], capture_output=True, text=True, check=False).stdout
     listening = subprocess.run(
         ["pgrep", "-f", f"http.server {port}"], capture_output=True, text=True, check=False
