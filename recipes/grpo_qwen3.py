@@ -13,17 +13,21 @@ Train Qwen3 to use the tools of MCP servers: the desk's, or your own.
 Without `--config`, Qwen3-0.6B is trained with an adapter, and settings are chosen by what the machine has; it says which, and
 why. Every field of `TrainArguments`, `MCPGRPOConfig` and TRL's `ModelConfig` is a flag and a key of the YAML file; a flag comes
 first. `--preflight` checks everything that can be checked before the first step, and stops. `--resume` goes on from the last
-checkpoint. `README.md` beside this file has the configurations, with hardware and memory.
+checkpoint. `--minutes` ends training in time. `README.md` beside this file has the configurations, with hardware and memory.
 """
 
 import os
+import time
 
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to others; before torch comes
+STARTED = time.monotonic()
 
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +64,10 @@ from mcp_grpo.monitor import (
 from mcp_grpo.policy_evaluation import baselines
 from mcp_grpo.rewards import is_done
 from mcp_grpo.tasks import load_tasks, tasks_from_rows
+from mcp_grpo.train.deadline import Deadline
 
+
+RESERVE = 60.0  # seconds to load the best policy, to start the servers once more, and to write the report
 
 logger = logging.getLogger("recipes")
 
@@ -91,6 +98,14 @@ class TrainArguments(TaskArguments):
             "out what must be installed."
         },
     )
+    minutes: float | None = field(
+        default=None,
+        metadata={
+            "help": "End training early enough that all is done within so many minutes of the start: the last evaluation, "
+            "saving, what the policy is compared with, the report. With `warmup_stable_decay`, the learning rate falls over the "
+            "last steps that there is time for."
+        },
+    )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
     debug_trajectory: bool = field(
         default=False,
@@ -113,6 +128,11 @@ class TrainArguments(TaskArguments):
             "and no weights."
         },
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minutes is not None and not self.minutes > 0:
+            raise SettingsError(f"`minutes` must be above 0, got {self.minutes:g}.")
 
     def load_train(self) -> Dataset:
         """Load the tasks to train on."""
@@ -177,8 +197,13 @@ def chosen_settings(parser: StrictParser, arguments: list[str]) -> Choice | None
     return choice
 
 
-def main(arguments: list[str]) -> MCPGRPOTrainer | None:
-    """Train, or only check: return the trainer, closed, or `None` after a pre-flight."""
+def main(arguments: list[str], started: float | None = None) -> MCPGRPOTrainer | None:
+    """
+    Train, or only check: return the trainer, closed, or `None` after a pre-flight.
+
+    `minutes` count from `started`, by `time.monotonic`; from now if that is `None`.
+    """
+    started = time.monotonic() if started is None else started
     script, config, model, settings = parse(arguments)
     if script.preflight:
         found = run_preflight(
@@ -213,7 +238,7 @@ def main(arguments: list[str]) -> MCPGRPOTrainer | None:
             callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
         ) as trainer:
             folder.write(trainer, servers)
-            train(trainer, script, folder.path, checkpoint)
+            train(trainer, script, folder.path, checkpoint, started)
     return trainer
 
 
@@ -234,7 +259,9 @@ def load_model(config: MCPGRPOConfig, model: ModelConfig) -> str:
     return model.model_name_or_path
 
 
-def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpoint: str | None) -> None:
+def train(
+    trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpoint: str | None, started: float
+) -> None:
     """Train and write what is to be kept."""
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
@@ -243,18 +270,24 @@ def train(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, checkpo
         trainer.watch_batches(TrajectoryLog(folder / "debug"))
     if script.profile:
         trainer.measure_phases()
+    end = math.inf if script.minutes is None else started + 60 * script.minutes
+    deadline = Deadline(end, RESERVE)
+    trainer.add_callback(deadline)
     stopped: HealthError | None = None
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except HealthError as error:
         stopped = error  # what was learnt until then is kept
+    ended = early_end(trainer, script) if deadline.is_reached else None
+    if ended is not None:
+        logger.info("%s", ended)
     if trainer.evaluations and trainer.is_world_process_zero():
         add_baselines(trainer, script)
     trainer.save_model()
     if trainer.args.push_to_hub and stopped is None:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
-        report(trainer, script, folder)
+        report(trainer, script, folder, ended)
     if stopped is not None:
         raise stopped
 
@@ -272,9 +305,17 @@ def add_baselines(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
         logger.warning("The card has nothing to compare with: %s", error)
 
 
-def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> None:
-    """Say what was learnt, what was found wrong, and what was kept."""
+def early_end(trainer: MCPGRPOTrainer, script: TrainArguments) -> str:
+    """Say that training was ended in time for what follows it."""
+    steps = f"{trainer.state.global_step} of {trainer.state.max_steps} steps"
+    return f"Training ended after {steps}, as its {script.minutes:g} minutes are nearly over."
+
+
+def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path, ended: str | None) -> None:
+    """Say why training ended early, what was learnt, what was found wrong, and what was kept."""
     console = InertConsole(record=True)
+    if ended is not None:
+        console.print(ended, soft_wrap=True, highlight=False)
     if script.profile:
         table = profile_table(trainer.state.log_history)
         (folder / "profile.md").write_text(table + "\n")
@@ -307,6 +348,6 @@ def report(trainer: MCPGRPOTrainer, script: TrainArguments, folder: Path) -> Non
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:], STARTED)
     except MCPGRPOError as error:
         sys.exit(f"{type(error).__name__}: {error}")

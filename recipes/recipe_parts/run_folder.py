@@ -36,7 +36,8 @@ PACKAGES = (
     "vllm",
 )
 MAX_TASKS = 200  # that are written down; a hash stands for all of them
-MAY_DIFFER = {"config", "resume", "debug_trajectory", "profile", "preflight", "output_dir"}  # from what is resumed
+# From what is resumed.
+MAY_DIFFER = {"config", "resume", "minutes", "debug_trajectory", "profile", "preflight", "output_dir"}
 
 logger = logging.getLogger("recipes")
 

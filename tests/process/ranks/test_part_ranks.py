@@ -1,4 +1,4 @@
-"""Parts of the trainer on two processes, whole and shared out: gradients, references and adapters are those of one process."""
+"""Parts of the trainer on two processes: gradients, references and adapters are those of one process, and both end at one step."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have written that did all of it, since it takes long to start them."""
     folder = tmp_path_factory.mktemp("parts")
-    finished = launch("part_ranks.py", folder, "value_ranks", "reference_ranks", "sharded_export")
+    finished = launch("part_ranks.py", folder, "value_ranks", "reference_ranks", "sharded_export", "deadline_ranks")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return folder
 
@@ -79,3 +79,10 @@ def test_an_adapter_that_is_sharded_is_written_whole(folder: Path) -> None:
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
     assert any(value.any() for name, value in whole.items() if "lora_B" in name)
+
+
+def test_processes_whose_steps_differ_in_length_end_at_the_same_step_and_with_the_same_rates(folder: Path) -> None:
+    first, second = (json.loads((folder / "deadline_ranks" / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["step"] == 20  # by the clock of the first process
+    assert first == second
+    assert first["rates"][-1] < 0.1 < first["rates"][0]

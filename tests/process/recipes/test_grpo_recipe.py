@@ -175,7 +175,7 @@ def test_every_configuration_passes_its_pre_flight_without_a_gpu_and_without_wei
 ) -> None:
     if path.stem != "cpu_debug":  # which starts all for itself
         request.getfixturevalue("shared_desk")
-    arguments = ["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4"]
+    arguments = ["--config", str(path), "--preflight", "--num_tasks", "16", "--num_eval_tasks", "4", "--minutes", "1"]
     if "coder" in path.stem:  # only Qwen3's chat template is known by heart; the tokens of a tiny model are bytes
         tiny = save_tiny_model(tmp_path, max_position_embeddings=16384)
         arguments += ["--model_name_or_path", tiny, "--vllm_max_model_length", "16384"]
@@ -221,6 +221,9 @@ def test_the_earlier_hyperparameters_are_kept(name: str, wanted: dict[str, Any])
         (["--use_vllm", "maybe"], "`--use_vllm` must be true or false, got 'maybe'"),
         (["--schema_mask", "syntx"], r"one of off, syntax, grammar, got 'syntx'. Did you mean syntax\?"),
         (["--num_generations", "3", "--per_device_train_batch_size", "8"], "divisible by num_generations"),
+        (["--minutes", "0"], "`minutes` must be above 0, got 0"),
+        (["--minutes=-5"], "`minutes` must be above 0, got -5"),
+        (["--minutes", "nan"], "`minutes` must be above 0, got nan"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: str) -> None:
@@ -238,6 +241,7 @@ def test_a_wrong_flag_is_refused_in_a_sentence(arguments: list[str], message: st
             r"must be one of off, syntax, grammar, got 'syntx'. Did you mean syntax\?",
         ),
         ("learning_rate: fast", "must be a number, got 'fast'"),
+        ("minutes: 0", "`minutes` must be above 0, got 0"),
         ("beta: [", "mine.yaml is not a YAML file"),
         ("mcpServers: {shop: {command: python}}", r"is a file of its own; .*`servers: FILE.json`"),
     ],
@@ -376,6 +380,37 @@ def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str
     assert "No attempt at `[red]`, `sums` succeeded in any evaluation" in report
 
 
+def test_a_run_ends_in_time_with_its_rate_fallen_and_goes_on_with_new_time(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo_qwen3, "RESERVE", 10.0)  # of a tiny model, to be done sooner
+    folder, tasks = tmp_path / "run", own[own.index("--tasks") + 1]
+    judging = ["--eval_strategy", "steps", "--eval_steps", "1000", "--eval_on_start", "true", "--eval_tasks", tasks]
+    judging += ["--per_device_eval_batch_size", "4", "--num_generations_eval", "1", "--save_steps", "1000"]
+    falling = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", '{"num_decay_steps": 6}']
+    given = [*own, *judging, *falling, "--max_steps", "1000", "--on_unhealthy", "warn", "--output_dir", str(folder)]
+    steps = []
+    for minutes, more in (("0.4", []), ("0.41", ["--resume"])):
+        began = time.monotonic()
+        trainer = grpo_qwen3.main([*given, "--minutes", minutes, *more])
+        assert time.monotonic() - began < 24
+        assert trainer is not None
+        steps.append(trainer.state.global_step)
+        said = f"Training ended after {steps[-1]} of 1000 steps, as its {minutes} minutes are nearly over."
+        assert capsys.readouterr().out.count(said) == 1
+        assert (folder / "report.txt").read_text().startswith(said)
+        assert said in (folder / "run.log").read_text()
+    assert "Settings have changed" not in (folder / "run.log").read_text()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
+    assert set(steps) <= {line["step"] for line in logged if "eval_reward" in line}
+    assert all((folder / f"checkpoint-{step}").is_dir() for step in steps)
+    for first, last in ((1, steps[0]), (steps[0] + 1, steps[1])):
+        assert last - first > 10
+        assert rates[first] == rates[first + 2] == 1e-3
+        assert rates[last] < 5e-4
+
+
 def test_a_token_of_the_command_line_is_written_nowhere(own: list[str], tmp_path: Path) -> None:
     folder, token = tmp_path / "run", "hf_canaryofthehub"
     command = [sys.executable, "recipes/grpo_qwen3.py", *own, "--max_steps", "1", "--output_dir", str(folder)]
@@ -492,6 +527,7 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
         "MCP_SERVERS": "mcp-fake\n",
         "MCP_PORTS": str(port),
         "STARTUP_SECONDS": "60",
+        **({} if status else {"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}),
     }
     job = subprocess.Popen(
         ["bash", str(tmp_path / "train.sbatch"), "--config", "a file.yaml"],
@@ -513,6 +549,7 @@ def test_the_slurm_script_starts_everything_and_ends_everything(tmp_path: Path, 
     assert "vllm serve Qwen/Qwen3-4B" in calls
     assert "--num_machines 1 --num_processes 8" in calls
     assert f"--config a file.yaml --vllm_mode server --vllm_server_base_url http://localhost:{port + 1}" in calls
+    assert re.findall(r"--minutes (\S+) --config", calls) in ([[]] if status else [["55"], ["56"]])
     left = subprocess.run(["pgrep", "-f", str(programs)], capture_output=True, text=True, check=False).stdout
     listening = subprocess.run(
         ["pgrep", "-f", f"http.server {port}"], capture_output=True, text=True, check=False
