@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from mcp_grpo.precision import in_double
+
 
 KIND_COLUMNS = ("family", "difficulty")  # the first that a task has says of what kind it is, as in `Task.kind`
 LEAST = 0.1  # chance of a task of the flattest kind, beside 1 for the kind that spreads most
@@ -148,8 +150,8 @@ def group_spreads(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> li
     Return the variance of the rewards of each group; `None` where fewer than two attempts count. `rewards` `(N, F)` are NaN where a
     function gave none; `size` is the number of attempts per group.
     """
-    total = (rewards * weights.to(rewards.device)).nansum(dim=1).double()
-    is_known = ~rewards.isnan().all(dim=1).view(-1, size)
+    total = in_double((rewards * weights.to(rewards.device)).nansum(dim=1))
+    is_known = ~rewards.isnan().all(dim=1).view(-1, size).to(total.device)
     groups = total.view(-1, size)
     return [
         float(group[known].var(unbiased=False)) if known.sum() > 1 else None

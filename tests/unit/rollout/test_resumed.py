@@ -34,6 +34,7 @@ def first_batch(names: str, under_way: str, rank: int, num_processes: int) -> st
         temperature=1.0,
         max_concurrent=8,
         max_staleness=3,
+        choice=None,
         max_refills=0,
         is_solved=None,
         masks_cuts=False,
