@@ -226,7 +226,7 @@ def test_groups_that_mostly_teach_nothing_are_told_of_and_counted_over_a_checkpo
     for word in ("75%", "mean 0.50", '`task_choice="spread"`', "`family` or `difficulty`", "`dynamic_sampling`"):
         assert word in note.sentence
     assert notes_of([{"frac_reward_zero_std": share} for share in (0.5, 0.8) * 20]) == []  # 65 %
-    assert [note.name for note in notes_of([FLAT] * 6)] == ["flat_groups"]
+    assert "mostly_flat" not in [note.name for note in notes_of([FLAT] * 20)]  # of which others tell
     health = Health(patience=3)
     for changes in mostly[:11]:
         assert health.check(FINE | changes) == []

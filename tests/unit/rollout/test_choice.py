@@ -125,12 +125,13 @@ def test_the_same_history_and_seed_make_the_same_choice_also_after_a_checkpoint(
     proposed = [f"flat-{number}" for number in range(8)]
     choice = choice_of({"flat": 50, "steep": 50})
     learn(choice, flat=0.0, steep=0.2)
+    choice.choose(proposed, seed=0)
     chosen = choice.choose(proposed, seed=2**64 - 1)
     assert chosen != proposed
     other = choice_of({"flat": 50, "steep": 50})
     assert other.choose(proposed, seed=2**64 - 1) == proposed
     other.load_state_dict(choice.state_dict())
-    assert other.num_choices == choice.num_choices == 1
+    assert other.num_choices == choice.num_choices == 2
     assert other.choose(proposed, seed=2**64 - 1) == chosen
     assert choice.choose(proposed, seed=3) != chosen
 
