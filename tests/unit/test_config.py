@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, Qwen3Config
 from trl import TrlParser
 
 from mcp_grpo import MCPGRPOConfig
-from mcp_grpo.build import make_kl_control, make_limits, make_vllm_backend, max_concurrent
+from mcp_grpo.build import make_kl_control, make_limits, make_schema_mask, make_vllm_backend, max_concurrent
 from mcp_grpo.config import REMOVED, STAGES, is_in_range, own_settings, removed_problems
 from mcp_grpo.config_checks import check_arguments, check_without_servers
 from mcp_grpo.errors import SettingsError
@@ -391,3 +391,15 @@ def test_bf16_is_used_where_a_gpu_has_it_or_it_is_asked_for(
     for module in ("mcp_grpo.config", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: has_gpu)
     assert MCPGRPOConfig(str(tmp_path), **settings).bf16 is expected
+
+
+@pytest.mark.parametrize(("fraction", "tokens"), [(0.0, 0), (0.1, 16)])
+def test_a_floor_of_nothing_leaves_no_token_in_the_loss_by_itself(
+    fraction: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: list[Any] = []
+    monkeypatch.setattr("mcp_grpo.build.SchemaMask", lambda roles, rule: rules.append(rule))
+    monkeypatch.setattr("mcp_grpo.build.GrammarRoles", lambda grammars: None)
+    unused: Any = object()
+    make_schema_mask(config(schema_mask="syntax", min_unforced_fraction=fraction), unused, unused)
+    assert [rule.min_unforced_tokens for rule in rules] == [tokens]
