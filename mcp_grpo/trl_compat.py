@@ -79,6 +79,7 @@ __all__ = [
     "add_response_schema",
     "attention_name",
     "calling_instead",
+    "checkpointed_layers",
     "clip_limits",
     "clipped_fraction",
     "delete_old_checkpoints",
@@ -310,13 +311,27 @@ def use_attention(model: Any, name: str | None) -> None:
 
 
 @contextmanager
-def without_checkpointing(model: Any) -> Generator[None]:
-    """
-    Let the layers of a model keep their activations in the passes that begin meanwhile.
+def checkpointed_layers(model: Any) -> list[Any]:
+    """Return the layers of a model that have gradient checkpointing and choose it each for itself, from first to last."""
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, GradientCheckpointingLayer) and each.gradient_checkpointing
+    ]
 
-    Each reads `gradient_checkpointing` when it is called, and not when it is called again in the backward pass.
+
+def without_checkpointing(model: Any, num_layers: int | None = None) -> Generator[None]:
     """
-    layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    Let the layers of a model, or the last of them, keep their activations in the passes that begin meanwhile.
+
+    Each reads `gradient_checkpointing` when it is called, and not when it is called again in the backward pass. That goes through the last ones
+    first: what they kept is gone by the time when the others are computed again.
+    """
+    if num_layers is None:
+        layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    else:
+        found = checkpointed_layers(model)
+        layers = found[len(found) - num_layers :]
     for layer in layers:
         layer.gradient_checkpointing = False
     try:

@@ -1,6 +1,7 @@
-"""Gradient checkpointing only where memory asks for it: passes that fit keep their activations."""
+"""Gradient checkpointing only where memory asks for it: passes keep the activations of as many layers as fit."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -8,10 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from mcp_grpo.trl_compat import calling_instead, without_checkpointing
+from mcp_grpo.trl_compat import calling_instead, checkpointed_layers, without_checkpointing
 
 
-KEEP_ACTIVATIONS = True  # where they fit; `False` computes them again in every pass, as `gradient_checkpointing` says
+KEEP_ACTIVATIONS = True  # of as many layers as fit; `False` computes them again, as `gradient_checkpointing` says
 FILLED = 0.4  # of the memory that is free, at most, by the activations of a pass that keeps them; so that two runs on a GPU have room
 JOIN_PASSES = False  # `True` runs several small passes as one where it fits; one step of three gained on a GPU
 JOINED = 0.3  # of the memory that is free, at most, by a pass that several became
@@ -85,10 +86,11 @@ class Checkpointing:
     """
     Lets a model that has gradient checkpointing go without it in passes that fit: no layer is computed twice there.
 
-    A pass fits if its tokens take no more than `FILLED` of the memory that is free. How much a token takes is an estimate, until
-    a pass has shown it; the longest one counts. Where a pass that keeps its activations leaves too little memory for its backward
-    pass, it is run again with checkpointing, before anything was learnt from it; where it runs out of memory, too, and then no other
-    one goes without. Running out in the backward pass ends the run: gradients are half added by then. Numbers are the same either way.
+    A pass fits if its tokens take no more than `FILLED` of the memory that is free. Where not all layers fit, as many as do keep their
+    activations, the last ones, if each can choose for itself. How much a token takes is an estimate, until a pass has shown it; the longest
+    one counts. Where a pass that keeps activations leaves too little memory for its backward pass, it is run again with checkpointing in
+    all layers, before anything was learnt from it; where it runs out of memory, too, and then no other one goes without. Running out in the
+    backward pass ends the run: gradients are half added by then. Numbers are the same either way.
 
     What was measured also tells how many tokens fit into a pass that several became, for [`BatchRows`].
 
@@ -112,7 +114,7 @@ class Checkpointing:
         self._keeps = KEEP_ACTIVATIONS
         self._memory = memory or DeviceMemory()
         # By whether activations were kept: tokens of the longest pass, and the bytes that it left to the backward pass.
-        self._measured: dict[bool, tuple[int, int]] = {}
+        self._measured: dict[bool, tuple[int, float]] = {}
         self.sentences: dict[str, str] = {}
 
     @classmethod
@@ -169,57 +171,68 @@ class Checkpointing:
 
     def _run(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run a pass in the way that fits."""
-        device, num_tokens = inputs["input_ids"].device, inputs["input_ids"].numel()
-        output = None
-        if model.is_gradient_checkpointing and self._fits(model, num_tokens, device):
-            output = self._kept(model, forward, inputs, num_tokens, device)
-        if output is not None:
-            return output
-        before = self._memory.taken(device)
-        output = forward(**inputs)
-        self._measure(num_tokens, self._memory.taken(device) - before, is_kept=not model.is_gradient_checkpointing)
-        return output
+        if not model.is_gradient_checkpointing:
+            return self._measured_run(model, forward, inputs, _num_layers(model))
+        num_kept = self._num_kept(model, inputs["input_ids"])
+        output = self._kept(model, forward, inputs, num_kept) if num_kept else None
+        return self._measured_run(model, forward, inputs, 0) if output is None else output
 
-    def _fits(self, model: Any, num_tokens: int, device: torch.device) -> bool:
+    def _num_kept(self, model: Any, ids: torch.Tensor) -> int:
+        """Return how many layers have room for their activations."""
+        device, num_tokens = ids.device, ids.numel()
         free = self._memory.free(device)
         if free is None or not self._keeps:
-            return False
-        needed = num_tokens * self._per_token(model, device, True) + self._for_backward(model, num_tokens, device)
-        is_kept = needed <= FILLED * free
+            return 0
+        kept, again = (num_tokens * self._per_token(model, device, is_kept) for is_kept in (True, False))
+        for_backward, limit = self._for_backward(model, num_tokens, device), FILLED * free
+        needed, num_layers = kept + for_backward, _num_layers(model)
         taken = (
             f"activations of {num_tokens:,} tokens take about {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"
         )
-        if is_kept:
+        if needed <= limit:
             self.sentences.setdefault(
                 "activations kept", f"A pass goes without gradient checkpointing, for it fits: {taken}."
             )
-        else:
-            limit = f"more than {100 * FILLED:.0f} %"
-            self.sentences.setdefault(
-                "activations computed again", f"A pass has gradient checkpointing, for all its {taken}, {limit}."
-            )
-        return is_kept
+            return num_layers
+        num_kept = 0
+        if (
+            kept > again and len(checkpointed_layers(model)) == num_layers
+        ):  # of others, it is not known what each takes
+            num_kept = max(0, math.floor(num_layers * (limit - for_backward - again) / (kept - again)))
+        where = f" in {num_layers - num_kept} of {num_layers} layers" if num_kept else ""
+        self.sentences.setdefault(
+            "activations of some layers kept" if num_kept else "activations computed again",
+            f"A pass has gradient checkpointing{where}, for all its {taken}, more than {100 * FILLED:.0f} %.",
+        )
+        return num_kept
 
-    def _kept(
-        self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], num_tokens: int, device: torch.device
-    ) -> Any:
-        """Run a pass that keeps its activations; return `None` if they do not fit after all."""
-        before = self._memory.taken(device)
+    def _kept(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], num_kept: int) -> Any:
+        """Run a pass in which so many layers keep their activations; return `None` if they do not fit after all."""
+        ids = inputs["input_ids"]
         try:
-            with without_checkpointing(model):
-                output = forward(**inputs)
+            with without_checkpointing(model, None if num_kept == _num_layers(model) else num_kept):
+                output = self._measured_run(model, forward, inputs, num_kept)
         except torch.OutOfMemoryError as error:
             self._keeps = False
             reason = str(error).splitlines()[:1]
             logger.warning("A pass without gradient checkpointing did not fit; from now on, all have it. %s", *reason)
             return None
-        self._measure(num_tokens, self._memory.taken(device) - before, is_kept=True)
-        left = self._memory.free(device)
-        return output if left is None or left >= self._for_backward(model, num_tokens, device) else None
+        left = self._memory.free(ids.device)
+        return output if left is None or left >= self._for_backward(model, ids.numel(), ids.device) else None
 
-    def _measure(self, num_tokens: int, taken: int, *, is_kept: bool) -> None:
+    def _measured_run(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any], num_kept: int) -> Any:
+        """Run a pass, and remember what it took, of which so many layers kept their activations."""
+        device, num_tokens = inputs["input_ids"].device, inputs["input_ids"].numel()
+        before = self._memory.taken(device)
+        output = forward(**inputs)
+        taken: float = self._memory.taken(device) - before
+        if num_kept:  # what all of them would have taken
+            share = num_kept / _num_layers(model)
+            taken = (taken - (1 - share) * num_tokens * self._per_token(model, device, False)) / share
+        is_kept = num_kept > 0
         if taken > 0 and num_tokens >= self._measured.get(is_kept, (0, 0))[0]:
             self._measured[is_kept] = num_tokens, taken
+        return output
 
     def _per_token(self, model: Any, device: torch.device, is_kept: bool) -> float:
         """Return the bytes that a forward pass leaves to the backward pass, for each token."""
@@ -233,7 +246,7 @@ class Checkpointing:
         """Return those of one layer."""
         estimated = activation_bytes(model.config, _itemsize(model, device)).layer
         num_tokens, taken = self._measured.get(True, (1, 0))
-        return max(estimated, taken / num_tokens / model.config.get_text_config().num_hidden_layers)
+        return max(estimated, taken / num_tokens / _num_layers(model))
 
     def _for_backward(self, model: Any, num_tokens: int, device: torch.device) -> float:
         """Return what a backward pass takes beside what the forward pass left."""
@@ -244,6 +257,10 @@ def _new_gradients(model: Any) -> int:
     """Return the bytes of the gradients of weights that have none yet."""
     weights = (each for each in model.parameters() if each.requires_grad and each.grad is None)
     return sum(each.numel() * each.element_size() for each in weights)
+
+
+def _num_layers(model: Any) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def _device(model: Any) -> torch.device:

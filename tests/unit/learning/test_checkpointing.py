@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.learning import Checkpointing, PromptSharing, SharedPrompts, Unpadded, activation_bytes
-from mcp_grpo.learning.checkpointing import JOINED, RECOMPUTED, DeviceMemory
+from mcp_grpo.learning.checkpointing import FILLED, JOINED, RECOMPUTED, DeviceMemory
 
 
 PLENTY, LITTLE = 10**12, 10**3
@@ -39,9 +39,9 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", True)
 
 
-def policy(*, adapter: bool = False, reentrant: bool = False) -> Any:
+def policy(*, adapter: bool = False, reentrant: bool = False, num_layers: int = 2) -> Any:
     """A model with gradient checkpointing, as a trainer has it, that counts how often its first layer is computed."""
-    model: Any = tiny_model(family_tokenizer("qwen3"))
+    model: Any = tiny_model(family_tokenizer("qwen3"), num_hidden_layers=num_layers)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     first = model.model.layers[0]
     if adapter:
@@ -125,6 +125,83 @@ def test_it_knows_in_words_why_checkpointing_stays_on(is_possible: bool, reason:
     without = Checkpointing(is_possible=is_possible, memory=Memory(None))
     assert times_computed(model, without) == 1
     assert not without.sentences  # there is nothing to choose
+
+
+class Layers:
+    """Counts how often each layer of a model is computed."""
+
+    def __init__(self, model: Any) -> None:
+        self.times = [0] * len(model.model.layers)
+        for number, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(lambda *call, number=number: self.add(number))
+
+    def add(self, number: int) -> None:
+        self.times[number] += 1
+
+    def take(self) -> list[int]:
+        times, self.times = self.times, [0] * len(self.times)
+        return times
+
+
+def free_for(model: Any, num_layers: float, num_tokens: int = 240) -> int:
+    """Memory with room for the activations of some layers."""
+    per_token = activation_bytes(model.config, 4)
+    again = per_token.computed_again - RECOMPUTED * per_token.layer
+    share = num_layers / model.config.num_hidden_layers
+    gradients = sum(each.numel() * 4 for each in model.parameters() if each.requires_grad)
+    forward = share * per_token.kept + (1 - share) * again
+    return round((num_tokens * (forward + RECOMPUTED * per_token.layer) + gradients) / FILLED)
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared prompts", "rows"])
+@pytest.mark.parametrize(
+    "how", [{}, {"adapter": True}, {"reentrant": True}], ids=["all weights", "adapter", "reentrant"]
+)
+def test_the_last_layers_keep_their_activations_where_not_all_fit(how: dict[str, bool], is_shared: bool) -> None:
+    model = policy(**how, num_layers=4)
+    assert PromptSharing(True).is_possible(model)
+    layers = Layers(model.get_base_model() if how.get("adapter") else model)
+    found = []
+    # Prompts that are shared are run once: two of 48 tokens, and twelve of each row.
+    num_tokens = 2 * 48 + 4 * 12 if is_shared else 240
+    for num_kept, expected in ((0.9, [2, 2, 2, 2]), (1.1, [2, 2, 2, 1]), (3.5, [2, 1, 1, 1]), (4.1, [1, 1, 1, 1])):
+        memory = Memory(free_for(model, num_kept, num_tokens))
+        called = Checkpointing(is_possible=True, memory=memory).around(model)
+        stand_in = SharedPrompts(called, Unpadded(None), NUM_TOKENS) if is_shared else Unpadded(called)
+        found.append(learnt(model, stand_in, rows())[1])
+        assert layers.take() == expected
+    assert all(torch.equal(*each) for other in found[1:] for each in zip(found[0], other, strict=True))
+
+
+def test_it_says_in_how_many_layers_a_pass_has_checkpointing() -> None:
+    model = policy(num_layers=4)
+    checkpointing = Checkpointing(is_possible=True, memory=Memory(free_for(model, 3.5)))
+    times_computed(model, checkpointing)
+    (sentence,) = checkpointing.sentences.values()
+    assert sentence.startswith(
+        "A pass has gradient checkpointing in 1 of 4 layers, for all its activations of 240 tokens"
+    )
+    assert sentence.endswith(", more than 40 %.")
+
+
+def test_a_pass_of_which_some_layers_were_kept_shows_how_much_a_token_takes() -> None:
+    model = policy(num_layers=4)
+    layers, memory = Layers(model), Memory(free_for(model, 3.5))
+    checkpointing = Checkpointing(is_possible=True, memory=memory)
+    taken = 1.3 * activation_bytes(model.config, 4).layer  # of a layer for a token: more than is estimated
+    memory.per_pass = round(240 * 3 * taken)
+    times_computed(model, checkpointing)
+    assert layers.take() == [2, 1, 1, 1]
+    times_computed(model, checkpointing)
+    assert layers.take() == [2, 2, 1, 1]
+
+
+def test_layers_that_do_not_all_choose_for_themselves_go_the_same_way() -> None:
+    model = policy(num_layers=4)
+    model.model.layers[0].gradient_checkpointing = False  # as with `every_n_layers`
+    layers = Layers(model)
+    times_computed(model, Checkpointing(is_possible=True, memory=Memory(free_for(model, 3.5))))
+    assert layers.take() == [1, 2, 2, 2]
 
 
 def test_a_pass_shows_how_much_a_token_takes() -> None:
