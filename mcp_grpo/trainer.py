@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
 from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import has_length
 
 from mcp_grpo.build import (
     has_plain_adapter,
@@ -444,6 +445,16 @@ class MCPGRPOTrainer(GRPOTrainer):
         return metrics
 
     def roll_out(
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """See [`~transformers.Trainer`]. With `servers`, no batch waits for the slowest trajectory of the one before."""
+        # An iterable dataset has no end that is known, and persistent workers draw another order each time.
+        is_known = has_length(dataloader.dataset) and not self.args.dataloader_persistent_workers
+        if self._collector is None or not is_known:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        batches = list(self.get_eval_dataloader(cast("Any", dataloader.dataset)))
+        with self._collector.all_at_once(batches, step=self.state.global_step):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
         self, tasks: Dataset | Sequence[Task], *, num_generations: int = 1, temperature: float | None = None
     ) -> list[Trajectory]:
         """

@@ -134,6 +134,7 @@ OVERRIDES = (
     "create_model_card",
     "create_optimizer",
     "evaluate",
+    "evaluation_loop",
     "get_batch_samples",
     "log",
     "push_to_hub",
@@ -310,7 +311,6 @@ def use_attention(model: Any, name: str | None) -> None:
     model.config._attn_implementation = name
 
 
-@contextmanager
 def checkpointed_layers(model: Any) -> list[Any]:
     """Return the layers of a model that have gradient checkpointing and choose it each for itself, from first to last."""
     return [
@@ -320,6 +320,7 @@ def checkpointed_layers(model: Any) -> list[Any]:
     ]
 
 
+@contextmanager
 def without_checkpointing(model: Any, num_layers: int | None = None) -> Generator[None]:
     """
     Let the layers of a model, or the last of them, keep their activations in the passes that begin meanwhile.

@@ -121,6 +121,8 @@ class BatchCollector:
     _announced: list[Task] = field(init=False, default_factory=list[Task])  # the next batch, which was begun
     _resumed: list[Row] = field(init=False, default_factory=list[Row])
     _left: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
+    _ahead: list[Trajectory] = field(init=False, default_factory=list[Trajectory])  # of later batches of an evaluation
+    _ahead_progress: RolloutProgress = field(init=False, default_factory=RolloutProgress)
     _has_told_unfit: bool = False
     _exchanged: float = field(init=False, default=0.0)  # share of the groups begun last that are at other tasks
 
@@ -173,11 +175,12 @@ class BatchCollector:
         rank = self.accelerator.process_index
         check_groups([task.task_id for task in tasks], group_size, offset=rank * len(tasks))
         batch = Batch(list(rows), tasks, [], RolloutProgress())
+        is_ahead = not is_training and self._take_ahead(batch)
         # An engine that sleeps while the policy trains stays awake between the rollouts of one batch.
-        with self._awake(tasks) if self.sampler.sleeps else nullcontext():
+        with self._awake(tasks) if self.sampler.sleeps and not is_ahead else nullcontext():
             if is_training and self.max_staleness:
                 self._take(batch, next_rows, step, group_size, is_begun=is_begun)
-            else:
+            elif not is_ahead:
                 batch.trajectories = self.attempt(batch.tasks, step=step, progress=batch.progress)
             if self.is_solved is not None and is_training:
                 self._replay(batch, group_size, step, self.is_solved)
@@ -204,6 +207,36 @@ class BatchCollector:
                 batch.trajectories, self.engine.all_schemas_for, gather_object, rank
             )
         return batch
+
+    @contextmanager
+    def all_at_once(self, batches: Sequence[Sequence[Row]], *, step: int) -> Generator[None]:
+        """
+        Attempt the tasks of an evaluation, so that its batches, which take their attempts meanwhile, do not wait for each other.
+
+        Args:
+            batches (`Sequence[Sequence[dict[str, Any]]]`):
+                Rows of the batches that are to come, on this process, in their order.
+            step (`int`):
+                Optimizer steps done, which the seed depends on.
+        """
+        self.engine.check_open()
+        tasks = [task_from_row(row) for rows in batches for row in rows]
+        self.engine.catalog.check(*tasks)
+        self._ahead_progress = RolloutProgress()
+        self._ahead = self.attempt(tasks, step=step, progress=self._ahead_progress) if tasks else []
+        try:
+            yield
+        finally:
+            self._ahead = []
+
+    def _take_ahead(self, batch: Batch) -> bool:
+        """Give a batch of an evaluation the attempts that were made for it; return whether there are any."""
+        found = self._ahead[: len(batch.tasks)]
+        if [trajectory.task for trajectory in found] != batch.tasks:
+            return False
+        self._ahead = self._ahead[len(found) :]
+        batch.trajectories, batch.progress = found, self._ahead_progress
+        return True
 
     def attempt(
         self,

@@ -1,13 +1,10 @@
 """What was under way when a run was stopped is attempted first, by as many processes as there are now."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-
-from mcp_grpo.rollout.collect import BatchCollector
+from helpers.collectors import make_collector
 
 
 SIZE = 2  # attempts per group
@@ -19,27 +16,7 @@ def rows(names: str) -> list[dict[str, Any]]:
 
 def first_batch(names: str, under_way: str, rank: int, num_processes: int) -> str:
     """Return the tasks of the first batch of a process, which would be `names`."""
-    unused: Any = None
-    device = torch.device("cpu")
-    accelerator: Any = SimpleNamespace(device=device, process_index=rank, num_processes=num_processes)
-    collector = BatchCollector(
-        engine=unused,
-        sampler=unused,
-        renderer=unused,
-        limits=unused,
-        accelerator=accelerator,
-        grammars=None,
-        schema_mask=None,
-        seed=0,
-        temperature=1.0,
-        max_concurrent=8,
-        max_staleness=3,
-        choice=None,
-        max_refills=0,
-        is_solved=None,
-        masks_cuts=False,
-        shows_progress=False,
-    )
+    collector = make_collector(rank=rank, num_processes=num_processes, max_staleness=3)
     collector.resume(rows(under_way))
     found = collector._resumed_in_place_of(rows(names), step=5, size=SIZE)
     assert collector._resumed_in_place_of(rows(names), step=6, size=SIZE) == rows(names)  # only in the first one
