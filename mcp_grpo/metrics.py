@@ -1,5 +1,6 @@
 """Metrics of trajectories that show whether a run is healthy."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,3 +92,21 @@ def reduced(ratios: Mapping[str, Ratio], accelerator: Any) -> dict[str, float]:
     local = torch.tensor([[ratio.total, ratio.count] for ratio in ratios.values()], device=accelerator.device)
     sums = accelerator.gather(local).view(-1, len(ratios), 2).sum(dim=0).tolist()
     return {key: total / count for key, (total, count) in zip(ratios, sums, strict=True) if count}
+
+
+def weigh_batches(metrics: dict[str, list[float]], sizes: Sequence[int]) -> None:
+    """
+    Make one mean of what each batch of an evaluation came to, in place: over attempts, where batches have not as many each.
+
+    Args:
+        metrics (`dict[str, list[float]]`):
+            Values of each metric, batch by batch, NaN where there is none.
+        sizes (`Sequence[int]`):
+            Attempts in each batch.
+    """
+    if len(set(sizes)) < 2:
+        return
+    for values in metrics.values():
+        known = [(value, size) for value, size in zip(values, sizes, strict=False) if not math.isnan(value)]
+        if len(values) == len(sizes) and known:
+            values[:] = [sum(value * size for value, size in known) / sum(size for _, size in known)]

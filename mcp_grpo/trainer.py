@@ -64,6 +64,7 @@ from mcp_grpo.learning import (
     without_value_head,
 )
 from mcp_grpo.masking import bootstrap_columns
+from mcp_grpo.metrics import weigh_batches
 from mcp_grpo.monitor import (
     METRICS_FILE,
     ROW,
@@ -444,7 +445,6 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._evaluations.keep(judged, is_main=self.is_world_process_zero())
         return metrics
 
-    def roll_out(
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer`]. With `servers`, no batch waits for the slowest trajectory of the one before."""
         # An iterable dataset has no end that is known, and persistent workers draw another order each time.
@@ -455,6 +455,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         with self._collector.all_at_once(batches, step=self.state.global_step):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
+    def roll_out(
         self, tasks: Dataset | Sequence[Task], *, num_generations: int = 1, temperature: float | None = None
     ) -> list[Trajectory]:
         """
@@ -767,9 +768,9 @@ class MCPGRPOTrainer(GRPOTrainer):
         is_left_out = self.accelerator.gather(torch.tensor(left_out, device=rewards.device))
         rewards = rewards.masked_fill(is_left_out.unsqueeze(1), torch.nan)
         if not self.model.training:
-            tasks = gather_object([(trajectory.task.task_id, trajectory.task.kind) for trajectory in trajectories])
-            task_ids, kinds = zip(*tasks, strict=True)
-            self._evaluations.add(task_ids, rewards, self.reward_weights, self._solved(trajectories), kinds)
+            attempts = gather_object([(each.task.task_id, each.task.kind, each.is_cut) for each in trajectories])
+            task_ids, kinds, cut = zip(*attempts, strict=True)
+            self._evaluations.add(task_ids, rewards, self.reward_weights, self._solved(trajectories), kinds, cut)
         return rewards
 
     def _solved(self, trajectories: Sequence[Trajectory]) -> list[bool]:
@@ -1160,6 +1161,8 @@ class MCPGRPOTrainer(GRPOTrainer):
             shown = self._logs[name]
             for index, messages in enumerate(shown):
                 shown[index] = table_messages(messages)
+        if not self.model.training:
+            weigh_batches(self._metrics["eval"], self._evaluations.batch_sizes)
         with tables_as_text(), inert_tables(), project_of_trackers(self.args.project), any_text_in_terminal():
             super().log(logs, start_time)
 

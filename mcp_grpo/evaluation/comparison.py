@@ -23,6 +23,7 @@ class Judged:
     metrics: dict[str, float] = field(default_factory=dict)
     solved: dict[str, list[bool]] = field(default_factory=dict)  # where it is known what success is
     kinds: dict[str, str] = field(default_factory=dict)  # what kind of task each is, where it says so
+    cut: dict[str, int] = field(default_factory=dict)  # attempts that ran out of turns or tokens, where there are any
 
     @property
     def reward(self) -> Interval:

@@ -1,6 +1,6 @@
 """The evaluations of a run, and whether the policy does worse than it did before."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,12 +31,16 @@ class EvaluationHistory:
         self._rewards: dict[str, list[float]] = defaultdict(list)  # of the evaluation under way, by task
         self._solved: dict[str, list[bool]] = defaultdict(list)
         self._kinds: dict[str, str] = {}
+        self._cut = Counter[str]()
+        self.batch_sizes: list[int] = []  # attempts in each batch of it
 
     def begin(self) -> None:
         """Forget an evaluation that was not ended."""
         self._rewards.clear()
         self._solved.clear()
         self._kinds.clear()
+        self._cut.clear()
+        self.batch_sizes.clear()
 
     def add(
         self,
@@ -45,11 +49,13 @@ class EvaluationHistory:
         weights: torch.Tensor,
         solved: Sequence[bool] = (),
         kinds: Sequence[str | None] = (),
+        cut: Sequence[bool] = (),
     ) -> None:
         """
         Add the rewards of a batch, of shape `(N, F)`, of all processes, NaN where there is none; and where it is known, whether
-        each attempt did its task, and what kind of task that was.
+        each attempt did its task, what kind of task that was, and whether it ran out of turns or tokens.
         """
+        self.batch_sizes.append(len(task_ids))
         totals = (rewards * weights.to(rewards.device)).nansum(dim=1).tolist()
         is_judged = (~rewards.isnan().all(dim=1)).tolist()
         for task_id, total, counts in zip(task_ids, totals, is_judged, strict=True):
@@ -59,15 +65,16 @@ class EvaluationHistory:
             if counts:
                 self._solved[task_id].append(is_done)
         self._kinds |= {task_id: kind for task_id, kind in zip(task_ids, kinds, strict=False) if kind is not None}
+        self._cut.update(each for each, *is_cut in zip(task_ids, cut, is_judged, strict=False) if all(is_cut))
 
     def end(self, step: int, metrics: dict[str, float]) -> Judged | None:
         """Return the evaluation that has just ended, if it is the first one of this step."""
-        rewards, solved = dict(self._rewards), dict(self._solved)
+        rewards, solved, cut = dict(self._rewards), dict(self._solved), dict(self._cut)
         kinds = {task_id: kind for task_id, kind in self._kinds.items() if task_id in rewards}
         self.begin()  # of several datasets, the first to be evaluated is the one that counts
         if not rewards or any(each.step == step for each in self.all):
             return None
-        return Judged(step=step, rewards=rewards, metrics=metrics, solved=solved, kinds=kinds)
+        return Judged(step=step, rewards=rewards, metrics=metrics, solved=solved, kinds=kinds, cut=cut)
 
     def keep(self, judged: Judged, *, is_main: bool) -> None:
         """Add an evaluation, and write all of them on the main process."""

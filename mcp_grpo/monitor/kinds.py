@@ -1,6 +1,6 @@
 """What a run has learnt, kind of task by kind of task."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
@@ -41,7 +41,8 @@ def kinds_report(evaluations: Sequence[Judged], kept_step: int) -> Grid | None:
 
 def kinds_grid(columns: Mapping[str, Sequence[Judged]]) -> Grid | None:
     """
-    Lay out success kind by kind, or the reward where it is not known what success is; what rose most comes first.
+    Lay out success kind by kind, or the reward where it is not known what success is; what rose most comes first. Attempts that ran out
+    of turns or tokens are told of.
 
     Args:
         columns (`Mapping[str, Sequence[Judged]]`):
@@ -58,7 +59,14 @@ def kinds_grid(columns: Mapping[str, Sequence[Judged]]) -> Grid | None:
     found = [_by_kind(judged, kinds, is_known=is_known) for judged in columns.values()]
     names = sorted(set().union(*found), key=lambda kind: _rank(kind, found))
     show = _count if is_known else _mean
-    rows = [(kind, [show(values[kind]) if kind in values else "" for values in found]) for kind in names]
+    cut = [_cut(judged, kinds) for judged in columns.values()]
+    rows = [
+        (
+            kind,
+            [_cell(show(own[kind]), lost[kind]) if kind in own else "" for own, lost in zip(found, cut, strict=True)],
+        )
+        for kind in names
+    ]
     title = "Attempts that succeeded" if is_known else "Reward"
     return Grid(title=f"{title}, by kind of task", head="kind", columns=list(columns), rows=rows)
 
@@ -95,6 +103,20 @@ def _by_kind(
             if task in kinds:
                 found[kinds[task]] += values
     return found
+
+
+def _cut(evaluations: Sequence[Judged], kinds: Mapping[str, str]) -> Counter[str]:
+    """Count the attempts that ran out of turns or tokens, by kind."""
+    found = Counter[str]()
+    for each in evaluations:
+        for task, number in each.cut.items():
+            if task in kinds:
+                found[kinds[task]] += number
+    return found
+
+
+def _cell(shown: str, num_cut: int) -> str:
+    return f"{shown}, {num_cut} cut" if num_cut else shown
 
 
 def _rank(kind: str, found: Sequence[Mapping[str, Sequence[float]]]) -> tuple[float, float, str]:

@@ -313,6 +313,54 @@ def test_it_evaluates_on_held_out_tasks_while_it_trains(tmp_path: Path, adding_m
     assert evaluations[0]["eval_tools/call_frequency"] > 0
 
 
+@pytest.mark.parametrize("has_end", [True, full(False)], ids=["at once", "batch by batch"])
+def test_the_batches_of_an_evaluation_do_not_wait_for_each_other(
+    tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch, has_end: bool
+) -> None:
+    changes = {} if has_end else {"accelerator_config": {"dispatch_batches": False}}
+    settings = config(tmp_path, per_device_eval_batch_size=4, num_generations_eval=2, **changes)
+    judged: list[Trajectory] = []
+    attempted: list[list[str]] = []
+
+    def reward(completions: list, trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        judged.extend(trajectory)
+        return exact_answer(trajectory)
+
+    rows = [{**row, "task_id": f"sum-{number}"} for number, row in enumerate([*ROWS, *ROWS][:5])]
+    with MCPGRPOTrainer(adding_model, reward, settings, servers=HERE) as trainer:
+        collector: Any = trainer._collector
+        attempt = collector.attempt
+
+        def watched(tasks: Any, **kwargs: Any) -> list[Trajectory]:
+            attempted.append([task.task_id for task in tasks])
+            return attempt(tasks, **kwargs)
+
+        monkeypatch.setattr(collector, "attempt", watched)
+        dataset = Dataset.from_list(rows)
+        metrics = trainer.evaluate(dataset if has_end else dataset.to_iterable_dataset())
+    names = [trajectory.task.task_id for trajectory in judged]
+    assert [name for names in attempted for name in names] == names
+    assert sorted(names) == sorted(2 * [row["task_id"] for row in rows])
+    assert list(map(len, attempted)) == ([10] if has_end else [4, 4, 2])
+    assert len({trajectory.completion_ids for trajectory in judged}) > 1
+    assert metrics["eval_rollout/seconds"] > 0
+    assert metrics["eval_reward"] == pytest.approx(sum(exact_answer(judged)) / len(judged))
+    assert metrics["eval_turns/mean"] == pytest.approx(sum(each.num_turns for each in judged) / len(judged))
+
+
+def test_an_evaluation_counts_the_attempts_that_were_cut(tmp_path: Path, adding_model: str) -> None:
+    settings = config(
+        tmp_path, max_completion_length=8, max_turn_tokens=None, per_device_eval_batch_size=4, num_generations_eval=2
+    )
+    rows = [{**row, "family": "sums"} for row in ROWS[:2]]
+    with MCPGRPOTrainer(adding_model, exact_answer, settings, servers=HERE) as trainer:
+        metrics = trainer.evaluate(Dataset.from_list(rows))
+        (judged,) = trainer._evaluations.all
+    assert metrics["eval_stop/max_tokens"] == 1
+    assert judged.cut == {row["task_id"]: 2 for row in rows}
+    assert set(judged.kinds.values()) == {"sums"}
+
+
 class Start(TrainerCallback):
     """Keeps the weights a run starts with."""
 

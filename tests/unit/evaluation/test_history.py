@@ -60,6 +60,34 @@ def test_kinds_are_kept_with_the_tasks_that_count(tmp_path: Path) -> None:
     assert [each.kinds for each in read_judged(tmp_path / "evaluations.jsonl", up_to=3)] == [judged.kinds]
 
 
+def test_attempts_that_were_cut_are_counted_by_task(tmp_path: Path) -> None:
+    history = EvaluationHistory(tmp_path)
+    history.add(["b"], torch.tensor([[1.0]]), ONE, cut=[True])
+    history.begin()
+    history.add(["a", "a", "b"], torch.tensor([[0.0], [0.0], [1.0]]), ONE, cut=[True, True, False])
+    history.add(["a", "c"], torch.tensor([[0.0], [torch.nan]]), ONE, cut=[True, True])  # one of them does not count
+    judged = history.end(3, {})
+    assert judged
+    assert judged.cut == {"a": 3}
+    history.keep(judged, is_main=True)
+    assert [each.cut for each in read_judged(tmp_path / "evaluations.jsonl", up_to=3)] == [{"a": 3}]
+    history.add(["a"], torch.tensor([[0.0]]), ONE)
+    later = history.end(4, {})
+    assert later
+    assert later.cut == {}
+
+
+def test_how_many_attempts_each_batch_had_is_known_until_the_evaluation_ends(tmp_path: Path) -> None:
+    history = EvaluationHistory(tmp_path)
+    history.add(["a"], torch.tensor([[1.0]]), ONE)
+    history.begin()
+    history.add(["a", "b"], torch.tensor([[1.0], [torch.nan]]), ONE)
+    history.add(["c"], torch.tensor([[1.0]]), ONE)
+    assert history.batch_sizes == [2, 1]
+    history.end(3, {})
+    assert history.batch_sizes == []
+
+
 def test_a_file_of_before_there_were_kinds_is_read(tmp_path: Path) -> None:
     line = {"step": 0, "rewards": {"a": [1.0]}, "metrics": {}, "solved": {}}
     (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")

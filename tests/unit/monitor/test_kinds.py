@@ -61,6 +61,20 @@ def test_every_evaluation_has_a_column_with_its_gain_since_before() -> None:
     assert points_text(gain).startswith("+41.7 (")
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_attempts_that_were_cut_are_told_of_by_kind(is_known: bool) -> None:
+    before, after = (judged(step, found, is_known=is_known) for step, found in ((0, "000000"), (20, "220000")))
+    before.cut.update(a=1, b=2, c=1, unknown=4)
+    after.cut.update(c=1)
+    shown = cells(kinds_grid({"before": [before], "after": [after], "both": [before, after]}))
+    if is_known:
+        assert shown["lookup"] == ["0 of 4, 3 cut", "4 of 4", "4 of 8, 3 cut"]
+        assert shown["code"] == ["0 of 4, 1 cut", "0 of 4, 1 cut", "0 of 8, 2 cut"]
+        assert shown["sums"] == ["0 of 2", "0 of 2", "0 of 4"]
+    else:
+        assert shown["lookup"] == ["-0.500, 3 cut", "0.500", "0.000, 3 cut"]
+
+
 def test_a_gain_is_one_of_the_reward_where_it_is_not_known_what_success_is() -> None:
     evaluations = [judged(5, "000021", is_known=False), judged(20, "110021", is_known=False)]
     gain = mean_difference(evaluations[0].rewards, evaluations[1].rewards)
