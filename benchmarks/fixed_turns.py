@@ -188,14 +188,23 @@ def stock_engine(device: str, eager: bool) -> Iterator[None]:
 
 @contextmanager
 def waiting_engine(seconds: float, per_sequence: float) -> Iterator[None]:
-    """Let a step of vLLM on a CPU wait, as for a GPU, instead of running the model: so long, and longer for each sequence in it."""
+    """
+    Let a step of vLLM on a CPU wait, as for a GPU, instead of running the model: so long, and longer for each sequence in it.
+
+    Seeds of requests are left alone: on a GPU, one kernel draws for all of them.
+    """
 
     def wait_as_for_a_gpu(self: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         time.sleep(seconds + per_sequence * self.input_batch.num_reqs)
         return torch.rand(len(input_ids), self.model_config.get_hidden_size())  # of some token each
 
+    def draw_for_all(self: Any, logits: torch.Tensor, generators: Any, *limits: Any) -> Any:
+        return original(self, logits, {}, *limits)
+
     runner = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    with patch.object(runner, "_model_forward", wait_as_for_a_gpu):
+    sampler = import_module("vllm.v1.sample.ops.topk_topp_sampler").TopKTopPSampler
+    original = sampler.forward_cpu
+    with patch.object(runner, "_model_forward", wait_as_for_a_gpu), patch.object(sampler, "forward_cpu", draw_for_all):
         yield
 
 

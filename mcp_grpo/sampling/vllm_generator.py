@@ -52,6 +52,7 @@ class VLLMGenerator:
         self._engine = engine
         self._end_of_turn_ids = sorted(end_of_turn_ids)
         self._adapter = adapter
+        self._takes_seeds = _takes_seeds(engine)
         self._inbox: queue.SimpleQueue[_Request | str | None] = queue.SimpleQueue()  # a name is of a request to abort
         self._under_way: dict[str, _Request] = {}
         self._numbers = itertools.count()
@@ -61,7 +62,9 @@ class VLLMGenerator:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """See [`Generator.generate`]."""
-        output = await self._ask(prompt_ids, _params(sampling, self._end_of_turn_ids), sampling.pictures)
+        output = await self._ask(
+            prompt_ids, _params(sampling, self._end_of_turn_ids, with_seed=self._takes_seeds), sampling.pictures
+        )
         completion = output.outputs[0]
         generation = Generation(
             token_ids=tuple(completion.token_ids),
@@ -239,7 +242,18 @@ def _prompt(prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str,
     }
 
 
-def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
+def _takes_seeds(engine: Any) -> bool:
+    """
+    Return whether a request may have a seed of its own for nothing.
+
+    vLLM's first model runner, which mixtures of experts and older versions have, draws for each such request by itself: one more kernel on a GPU
+    for each sequence and token. Sampling there does not repeat itself to the bit with seeds either, as kernels add up in other orders in other batches.
+    """
+    is_gpu = engine.vllm_config.device_config.device_type == "cuda"
+    return not is_gpu or bool(getattr(engine.vllm_config, "use_v2_model_runner", False))
+
+
+def _params(sampling: Sampling, end_of_turn_ids: list[int], *, with_seed: bool) -> Any:
     # Not from `vllm` itself, which looks for it anew each time.
     from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
         RequestOutputKind,
@@ -251,7 +265,7 @@ def _params(sampling: Sampling, end_of_turn_ids: list[int]) -> Any:
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
-        seed=sampling.seed >> 1,  # of 63 bits
+        seed=sampling.seed >> 1 if with_seed else None,  # of 63 bits
         stop_token_ids=end_of_turn_ids,
         ignore_eos=True,  # only the tokens above end a turn, whatever the checkpoint says
         logprobs=0,

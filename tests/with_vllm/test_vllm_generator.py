@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -147,6 +148,46 @@ def test_another_seed_gives_other_tokens(portal: BlockingPortal, endless: VLLMGe
     (prompt,) = prompts(1)
     sampled = generate(portal, endless, [(prompt, Sampling(max_tokens=30, seed=2 * seed)) for seed in range(4)])
     assert len({generation.token_ids for generation in sampled}) == 4
+
+
+class Elsewhere:
+    """The engine, which says that it is on another device, with another model runner."""
+
+    def __init__(self, engine: Any, device: str, runner: dict[str, bool]) -> None:
+        self._engine, self.seeds = engine, []
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), **runner)
+
+    def add_request(self, name: str, prompt: Any, params: Any, **kwargs: Any) -> None:
+        self.seeds.append(params.seed)
+        self._engine.add_request(name, prompt, params, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize(
+    ("device", "runner", "has_seed"),
+    [
+        ("cuda", {"use_v2_model_runner": True}, True),
+        ("cuda", {"use_v2_model_runner": False}, False),
+        ("cuda", {}, False),
+        ("cpu", {"use_v2_model_runner": False}, True),
+    ],
+    ids=["GPU", "GPU, first model runner", "GPU, older vLLM", "CPU"],
+)
+def test_requests_have_seeds_where_they_cost_nothing(
+    portal: BlockingPortal, engine: Any, device: str, runner: dict[str, bool], has_seed: bool
+) -> None:
+    elsewhere = Elsewhere(engine, device, runner)
+    generator = VLLMGenerator(elsewhere, end_of_turn_ids=[])
+    (sampled,) = generate(portal, generator, [(prompts(1)[0], Sampling(max_tokens=5, seed=8))])
+    assert len(sampled.token_ids) == 5
+    assert elsewhere.seeds == [4 if has_seed else None]
+
+
+def test_the_engine_says_which_model_runner_it_has(engine: Any) -> None:
+    assert engine.vllm_config.device_config.device_type == "cpu"
+    assert engine.vllm_config.use_v2_model_runner is False
 
 
 def test_temperature_zero_takes_the_most_likely_token_for_certain(

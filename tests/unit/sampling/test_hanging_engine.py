@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from mcp_grpo.sampling.vllm_generator import VLLMGenerator
 
 class Hanging:
     """An engine whose step ends when the test wants."""
+
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
 
     def __init__(self) -> None:
         self.is_in_step = threading.Event()
