@@ -25,12 +25,18 @@ class WeightProbe:
         self._before: Sequence[float] | None = None
 
     def check(self, sampled: Sequence[float], trained: Sequence[float]) -> float:
-        """Return the mean absolute difference; raises [`SamplerError`] if the sampler has other weights."""
+        """Return the mean absolute difference; raises [`SamplerError`] if the sampler has other weights, or one of the two no numbers."""
+        _check_numbers(
+            "sampler", sampled, "run vLLM without graphs (`--vllm_engine_kwargs '{\"enforce_eager\": true}'`)"
+        )
+        _check_numbers(
+            "trainer", trained, "load the model with `dtype` float32, or with another `attn_implementation`"
+        )
         mismatch = _distance(sampled, trained)
         before, self._before = self._before, trained
         noise = self._noise = mismatch if self._noise is None else self._noise
         limit = min(TOLERANCE, max(_ALWAYS, _GROWTH * noise))
-        if not mismatch <= limit:  # also if it is NaN
+        if mismatch > limit:
             raise SamplerError(
                 f"After the weights were sent, the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} "
                 f"nats per token, {noise:.3g} at first; the limit is {limit:.3g}. It samples "
@@ -57,6 +63,17 @@ class WeightProbe:
 def farthest(sampled: Sequence[Sequence[float]], trained: Sequence[float]) -> Sequence[float]:
     """Return the log-probabilities, of several engines, that are farthest from the trainer's; NaN is farthest."""
     return max(sampled, key=lambda each: (math.isnan(distance := _distance(each, trained)), distance))
+
+
+def _check_numbers(whose: str, logps: Sequence[float], trial: str) -> None:
+    """Say whose log-probabilities are no numbers, and what to try."""
+    num_finite = sum(map(math.isfinite, logps))
+    if num_finite < len(logps):
+        raise SamplerError(
+            f"{len(logps) - num_finite} of the {whose}'s {len(logps)} log-probabilities of held tokens are not finite. Either weights "
+            f"are not, which a warm start at too high a learning rate may have done, or a kernel fails on this GPU: {trial}, and run "
+            "it alone on the GPU, without a limit of MPS."
+        )
 
 
 def _distance(left: Sequence[float], right: Sequence[float]) -> float:

@@ -80,13 +80,18 @@ def test_new_weights_are_not_taken_for_old_ones() -> None:
     assert probe.check(moved(now, 1e-4), now) == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("whose", ["sampler", "trainer"])
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_no_number_is_refused(is_first: bool) -> None:
+def test_what_is_no_number_is_refused_by_whose_it_is(is_first: bool, number: float, whose: str) -> None:
     probe = WeightProbe()
     if not is_first:
         probe.check(TRAINED, TRAINED)
-    with pytest.raises(SamplerError, match="differ from the trainer's by nan"):
-        probe.check([math.nan, *TRAINED[1:]], TRAINED)
+    broken = [number, *TRAINED[1:]]
+    with pytest.raises(
+        SamplerError, match=f"1 of the {whose}'s {len(TRAINED)} log-probabilities of held tokens are not finite"
+    ):
+        probe.check(*((broken, TRAINED) if whose == "sampler" else (TRAINED, broken)))
 
 
 def test_of_several_servers_the_one_that_is_farthest_off_counts() -> None:
