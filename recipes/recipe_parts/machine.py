@@ -12,6 +12,8 @@ from recipe_parts.command_line import CONFIGS
 
 
 ALL_WEIGHTS = {"learning_rate": 1e-6, "beta": 0.0}  # as `qwen3_8b_zero3.yaml`
+ROOMY_GPU = 75.0  # GiB: what a GPU of 80 GB has, with some room
+AWAKE = 21.0  # GiB: Qwen3-0.6B, vLLM's graphs, and the keys and values of 64 trajectories
 
 __all__ = ["Choice", "Machine", "choose", "describe", "fit_to_tasks"]
 
@@ -22,6 +24,8 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     size = None if model == MODEL else ModelSize.of(model)
     choice = choose_for_machine(machine, given, is_wide=size is not None and size.is_wide)
     settings = choice.settings
+    if size is None and machine.memory >= ROOMY_GPU and settings["use_vllm"]:
+        _stay_awake(choice, machine, given)
     if size is not None:
         settings |= learning_for(size)
     if given.get("use_peft") is False:
@@ -44,6 +48,16 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
     if given.get("servers") and not given.get("eval_tasks"):
         choice.change("evaluate  never: name tasks to judge by with --eval_tasks", eval_strategy="no")
     return choice
+
+
+def _stay_awake(choice: Choice, machine: Machine, given: Mapping[str, Any]) -> None:
+    """Give vLLM a share that it keeps: putting it to sleep and waking it takes longer than the memory is worth here."""
+    share = {"vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": round(AWAKE / machine.memory, 2)}
+    if choice.settings.get("use_cpu") or share.keys() & given.keys():
+        return
+    choice.change(
+        f"keep      {AWAKE:.0f} GiB of the GPU for vLLM, which need not sleep while the policy trains", **share
+    )
 
 
 def describe(choice: Choice) -> str:

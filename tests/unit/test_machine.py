@@ -72,6 +72,34 @@ def test_what_is_chosen_goes_with_the_flags() -> None:
     assert choose(LARGE, {"servers": "s.json", "eval_tasks": "t.jsonl"}).settings["eval_strategy"] == "steps"
 
 
+@pytest.mark.parametrize(
+    ("memory", "given", "share"),
+    [
+        (139.8, {}, 0.15),
+        (79.1, {}, 0.27),
+        (47.0, {}, None),
+        (139.8, {"model_name_or_path": "somebody/else-70b"}, None),
+        (139.8, {"vllm_gpu_memory_utilization": 0.7}, None),
+        (139.8, {"vllm_enable_sleep_mode": True}, None),
+    ],
+)
+def test_vllm_stays_awake_where_there_is_room_for_it(
+    memory: float, given: dict[str, Any], share: float | None
+) -> None:
+    choice = choose(machine(memory=memory), given)
+    expected = (True, 0.5) if share is None else (False, share)
+    assert (
+        tuple(choice.settings[name] for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization")) == expected
+    )
+    assert ("21 GiB of the GPU for vLLM" in describe(choice)) == (share is not None)
+
+
+@pytest.mark.parametrize("given", [{"use_cpu": True}, {"use_cpu": True, "use_vllm": True}, {"use_vllm": False}])
+def test_nothing_is_kept_for_vllm_where_it_is_not_on_the_gpu(given: dict[str, Any]) -> None:
+    assert "vllm_gpu_memory_utilization" not in choose(LARGE, {"use_cpu": True}).settings
+    assert "for vLLM, which" not in describe(choose(LARGE, given))
+
+
 def test_a_model_of_unknown_size_has_small_passes() -> None:
     assert choose(LARGE, {"model_name_or_path": "somebody/else-70b"}).settings["per_device_train_batch_size"] == 8
 
