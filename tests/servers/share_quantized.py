@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from helpers.both_ways import Twice, rewards_by_place
 from helpers.runs import make_trainer
 from peft import LoraConfig
@@ -29,6 +30,10 @@ model = AutoModelForCausalLM.from_pretrained(
     dtype=torch.float32,
     device_map="cpu",
 )
+for layer in model.modules():
+    if isinstance(layer, Linear4bit):
+        # Where a CPU multiplies bf16, an evaluation would put weights into another form, which computes in bf16 and has no gradient.
+        layer.support_avx512bf16_for_cpu = False
 with make_trainer(
     Path(sys.argv[2]),
     model,
