@@ -63,6 +63,7 @@ from mcp_grpo.monitor import (
 )
 from mcp_grpo.policy_evaluation import baselines
 from mcp_grpo.rewards import is_done
+from mcp_grpo.rollout.replay import COLUMN, limits_sentence
 from mcp_grpo.tasks import load_tasks, tasks_from_rows
 from mcp_grpo.train.deadline import Deadline
 
@@ -238,6 +239,8 @@ def main(arguments: list[str], started: float | None = None) -> MCPGRPOTrainer |
             callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
         ) as trainer:
             folder.write(trainer, servers)
+            if trainer.is_world_process_zero():
+                say_limits(trainer, script)
             train(trainer, script, folder.path, checkpoint, started)
     return trainer
 
@@ -290,6 +293,20 @@ def train(
         report(trainer, script, folder, ended)
     if stopped is not None:
         raise stopped
+
+
+def say_limits(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
+    """Say which of the tasks to judge by cannot be done within the limits of the run, as far as solutions show it."""
+    dataset = trainer.eval_dataset
+    tasks = tasks_from_rows(dataset) if isinstance(dataset, Dataset) else []
+    scripted = [task for task in tasks if task.metadata.get(COLUMN)]
+    is_success = script.is_success(dataset) or (lambda _: True)
+    if said := limits_sentence(trainer.follow_scripts(scripted), is_success):
+        logger.warning("%s", said)
+    elif scripted:
+        logger.info(
+            "The solutions of %d of %d tasks to judge by fit into the limits of this run.", len(scripted), len(tasks)
+        )
 
 
 def add_baselines(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:

@@ -52,7 +52,7 @@ class WarmupArguments(TaskArguments):
     Arguments of the warm start, beside those of [`TaskArguments`].
 
     Args:
-        max_result_tokens (`int`, *optional*, defaults to `1024`):
+        max_result_tokens (`int`, *optional*, defaults to `3072`):
             Tokens of one tool result, as in the training that follows. A solution with a longer one is left out: cut, it
             would teach to say what cannot be seen.
         enable_thinking (`bool`, *optional*, defaults to `False`):
@@ -66,7 +66,7 @@ class WarmupArguments(TaskArguments):
             Smallest share of its calls that can be made, below which the warm start has failed.
     """
 
-    max_result_tokens: int = field(default=1024, metadata={"help": "Tokens of one tool result, as in training."})
+    max_result_tokens: int = field(default=3072, metadata={"help": "Tokens of one tool result, as in training."})
     enable_thinking: bool = field(
         default=False, metadata={"help": "Of the chat template; as in the training that follows."}
     )
@@ -142,7 +142,7 @@ def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments)
         "output_dir": str(folder / "check"),
         "use_cpu": trainer.accelerator.device.type == "cpu",
         "bf16": trainer.args.bf16,
-        "max_completion_length": 4 * script.max_result_tokens,
+        "max_completion_length": max(4096, script.max_result_tokens + 1024),
         "max_result_tokens": script.max_result_tokens,
         "max_turn_tokens": 512,
         "chat_template_kwargs": {"enable_thinking": script.enable_thinking},

@@ -1,5 +1,6 @@
 """Roll out scripted solutions, token by token as the policy would write them."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -83,3 +84,22 @@ def why_unfit(trajectory: Trajectory, is_solved: Callable[[Trajectory], bool]) -
     if any(exchange.result.num_cut for exchange in trajectory.exchanges):
         return "a tool result is longer than `max_result_tokens`"
     return None if is_solved(trajectory) else "it does not solve its task"
+
+
+def limits_sentence(attempts: Sequence[Trajectory], is_success: Callable[[Trajectory], bool]) -> str | None:
+    """Say how many scripted solutions the limits of a run do not allow; `None` if they allow all."""
+    unfit = [(problem, attempt.task.kind) for attempt in attempts if (problem := why_unfit(attempt, is_success))]
+    if not unfit:
+        return None
+    problems = Counter(problem for problem, _ in unfit)
+    kinds = {
+        problem: sorted({f"`{kind}`" for each, kind in unfit if each == problem and kind}) for problem in problems
+    }
+    reasons = "; ".join(
+        f"{count} because {problem}" + (f" ({', '.join(kinds[problem])})" if kinds[problem] else "")
+        for problem, count in problems.most_common()
+    )
+    return (
+        f"{len(unfit)} of {len(attempts)} tasks to judge by cannot be done as their solutions do within the limits of this run: "
+        f"{reasons}. The policy may never succeed in these."
+    )

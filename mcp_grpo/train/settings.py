@@ -19,6 +19,7 @@ from mcp_grpo.train.arguments import MODEL
 LARGE_GPU = 20.0  # GiB: what a GPU of 24 GB has, with some room
 MEDIUM_GPU = 10.0
 LONG_CONTEXT = 16_384  # tokens that vLLM is to hold for one trajectory: many tools take thousands
+SHORT_RESULTS = 1024  # tokens: a trajectory has room for several, of tools that nobody has looked at
 RESULTS = 2.5  # of the longest kind that a trajectory is to have room for
 MOST_OF_A_WIDE_MODEL = 8  # trajectories in a pass
 CACHE_OF_A_TRAJECTORY = 0.7  # GiB of keys and values: 6,200 tokens of Qwen3-0.6B in bf16
@@ -41,7 +42,7 @@ _TRAJECTORIES = {
     "max_turns": 10,
     "max_turn_tokens": 1024,
     "max_completion_length": 4096,
-    "max_result_tokens": 1024,
+    "max_result_tokens": 3072,
     "chat_template_kwargs": {"enable_thinking": False},
 }
 _VLLM = {
@@ -183,6 +184,7 @@ def _fit_to_cpu(choice: Choice, why: str) -> None:
         gradient_accumulation_steps=8,
         max_turn_tokens=512,
         max_completion_length=2048,
+        max_result_tokens=1024,
         num_eval_tasks=8,
         per_device_eval_batch_size=2,
     )
@@ -331,7 +333,7 @@ def settings_for(
     """
     choice = choose(machine, {"use_cpu": True} if use_cpu else {}, is_wide=size.is_wide)
     settings, is_cpu = choice.settings, use_cpu or machine.gpu is None
-    settings |= learning_for(size)
+    settings |= learning_for(size) | {"max_result_tokens": SHORT_RESULTS}
     if size.is_tiny:
         settings |= {"num_generations": 8, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
         settings |= {

@@ -3,7 +3,6 @@
 import gc
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -28,7 +27,7 @@ from mcp_grpo.monitor.run_page import write_page
 from mcp_grpo.policy_evaluation import baselines, evaluate, read_evaluation
 from mcp_grpo.publishing import newest_checkpoint, serve_command
 from mcp_grpo.publishing.load import load_base
-from mcp_grpo.rollout.replay import why_unfit
+from mcp_grpo.rollout.replay import limits_sentence
 from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
@@ -418,18 +417,6 @@ class Stages:
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
-
-
-def limits_sentence(attempts: Sequence[Trajectory], is_success: Callable[[Trajectory], bool]) -> str | None:
-    """Say how many scripted solutions the limits of a run do not allow; `None` if they allow all."""
-    problems = Counter(problem for attempt in attempts if (problem := why_unfit(attempt, is_success)))
-    if not problems:
-        return None
-    reasons = "; ".join(f"{count} because {problem}" for problem, count in problems.most_common())
-    return (
-        f"{problems.total()} of {len(attempts)} tasks to judge by cannot be done as their solutions do within the limits of this run: "
-        f"{reasons}. The policy may never succeed in these."
-    )
 
 
 def _lack(share: float) -> str:

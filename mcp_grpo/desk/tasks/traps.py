@@ -6,6 +6,7 @@ from datetime import date, timedelta
 from mcp_grpo.desk.servers.finance.backend import MAX_DAYS
 from mcp_grpo.desk.tasks.drafts import (
     FINANCE,
+    PYTHON,
     REFUSAL,
     SEARCH,
     Draft,
@@ -134,27 +135,28 @@ def recovery(pick: Pick) -> Draft:
     market = pick.world.market
     year = 2021 + pick.random.randrange(3)
     start, end = f"{year}-01-01", f"{year + 1}-12-31"
-    if market.first_day(company.symbol) > f"{year}-02-01":
+    weeks = [(start, f"{year}-01-10"), (f"{year + 1}-12-22", end)]
+    bars = [market.prices(company.symbol, *week) for week in weeks]
+    if market.first_day(company.symbol) > start or not all(bars):
         raise Unsuitable
-    halves = [(f"{one}-01-01", f"{one}-12-31") for one in (year, year + 1)]
-    closes = [[bar.close for bar in market.prices(company.symbol, *half)] for half in halves]
-    is_high = pick.random.randrange(2) == 0
-    best = [max(one) if is_high else min(one) for one in closes]
-    value = max(best) if is_high else min(best)
+    first, last = (bar.close / 100 for bar in (bars[0][0], bars[1][-1]))
+    change = round(100 * (last - first) / first, 2)
     name = {"symbol": company.symbol}
     return Draft(
-        question=f"What was the {'highest' if is_high else 'lowest'} daily close of {company.name} from {start} to {end}, "
-        "adjusted for splits?",
-        answer=exact(value / 100, company.currency),
+        question=f"By how many percent did the split-adjusted close of {company.name} change from the first trading day of {year} "
+        f"to the last trading day of {year + 1}? Two decimals.",
+        answer=exact(change, "%", within=0.02),
         steps=[
             find(company),
             step(("getFullChart", {**name, "from": start, "to": end}), evidence=[str(MAX_DAYS)], fails=True),
             step(
-                *(("getFullChart", {**name, "from": first, "to": last}) for first, last in halves),
-                evidence=[f",{shown(one / 100)}," for one in best],
+                *(("getFullChart", {**name, "from": week_start, "to": week_end}) for week_start, week_end in weeks),
+                evidence=[f'["{bar.date}",{shown(bar.open / 100)}' for bar in (bars[0][0], bars[1][-1])],
             ),
+            step(("run_python", {"code": f"round(100 * ({last} - {first}) / {first}, 2)"}), evidence=[str(change)]),
         ],
-        final=f"Answer: {value / 100:.2f} {company.currency}",
+        final=f"Answer: {change:.2f}%",
+        servers=(FINANCE, PYTHON),
         symbols=(company.symbol,),
     )
 

@@ -32,7 +32,7 @@ from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Exchange, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 
-DIGEST = "4566ff1b79df9ba5"
+DIGEST = "be62c0ef580ec185"
 
 LEGAL_FORM = r"\b(?:Inc\.|Corp\.|Company|Holdings|plc|AG|SE)"
 

@@ -378,6 +378,10 @@ def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str
     assert "success, with 95 %" in report
     assert re.search(r"│ \[red\] │ 0 of 2(, \d cut)? │ 0 of 2(, \d cut)? │", " ".join(report.split()))
     assert "No attempt at `[red]`, `sums` succeeded in any evaluation" in report
+    assert (
+        "4 of 4 tasks to judge by cannot be done as their solutions do within the limits of this run: 4 because "
+        "it is longer than `max_completion_length`, or a turn of it than `max_turn_tokens` (`[red]`, `sums`)."
+    ) in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_a_run_ends_in_time_with_its_rate_fallen_and_goes_on_with_new_time(

@@ -1,5 +1,6 @@
 """Scripted solutions in the place of attempts, where no attempt succeeds."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.errors import SettingsError, TaskFormatError
 from mcp_grpo.rewards import is_done
+from mcp_grpo.rollout.replay import limits_sentence
 from mcp_grpo.tasks import tasks_from_rows
-from mcp_grpo.train.stages import limits_sentence
 from mcp_grpo.types import Task, Trajectory
 
 
@@ -60,6 +61,8 @@ def test_scripts_are_followed_within_the_limits_and_it_is_said_what_these_do_not
         "2 of 4 tasks to judge by cannot be done as their solutions do within the limits of this run: 2 because it has more "
         "turns than `max_turns`."
     )
+    kinds = [replace(t, task=replace(t.task, difficulty=kind)) for t, kind in zip(cut, ("hard", "easy"), strict=True)]
+    assert "2 because it has more turns than `max_turns` (`easy`, `hard`)." in str(limits_sentence(kinds, is_done))
 
 
 def test_one_attempt_of_a_lost_group_gives_way_to_the_solution(tmp_path: Path, adding_model: str) -> None:
