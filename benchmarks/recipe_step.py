@@ -12,7 +12,7 @@ is appended. So trajectories are as long as those that solve their tasks. All at
 0, and the loss is computed all the same.
 
 With `--beside`, steps run by turns in the library's way and in others, for ratios within one run, by token as batches differ: `rows` runs a prompt
-once for each attempt and computes activations again in the backward pass; `checkpointed` only the latter; `compiled` has norms and MLPs compiled by
+once for each attempt and computes activations again in the backward pass; `checkpointed` only the latter; `compiled` has norms and MLPs of the loss compiled by
 `torch.compile`; `joined` makes one pass of several where memory has room (`JOIN_PASSES`), which needs passes of few rows to show anything.
 
 The first step (of each way) is left out of the figures where there are more: it warms up. `--json` is written anew after each step.
@@ -289,9 +289,16 @@ class Beside(TrainerCallback):
         if {"rows", "checkpointed"} & set(self.ways):
             self.trainer._checkpointing._keeps = self.now not in ("rows", "checkpointed")
 
-    def _either(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _either(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Compile what acts on each token, or each head of it, by itself; one that is flat is compiled once for all shapes."""
         compiled = torch.compile(forward, dynamic=True)
-        return lambda *args, **kwargs: (compiled if self.now == "compiled" else forward)(*args, **kwargs)
+
+        def call(hidden: torch.Tensor) -> torch.Tensor:
+            if self.now != "compiled" or not torch.is_grad_enabled():  # another graph, for passes that take little time
+                return forward(hidden)
+            return compiled(hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
+
+        return call
 
 
 class StepFigures(TrainerCallback):
