@@ -8,6 +8,7 @@ The solutions are replayed on the real servers without limits. The tokenizer is 
 """
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from itertools import product
 
@@ -69,7 +70,11 @@ def main() -> None:
     )
     tasks = [task for split in SPLITS for task in tasks_from_rows(build_tasks(split, getattr(options, split)))]
     found = [(each.task.kind, lengths(each, renderer)) for each in replay(tasks, renderer)]
-    say(f"{len(found)} tasks, tokenizer {source}: the most of each family.", "")
+    prompt, after = (statistics.fmean(one[place] for _, one in found) for place in (0, 1))
+    say(
+        f"{len(found)} tasks, tokenizer {source}, on average {prompt:,.0f} tokens and {after:,.0f} after them. The most of each family:",
+        "",
+    )
     rows = [
         [str(kind), *(f"{max(each):,}" for each in zip(*(one for other, one in found if other == kind), strict=True))]
         for kind in dict.fromkeys(kind for kind, _ in found)

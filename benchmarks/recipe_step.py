@@ -294,7 +294,9 @@ class Beside(TrainerCallback):
         compiled = torch.compile(forward, dynamic=True)
 
         def call(hidden: torch.Tensor) -> torch.Tensor:
-            if self.now != "compiled" or not torch.is_grad_enabled():  # another graph, for passes that take little time
+            if (
+                self.now != "compiled" or not torch.is_grad_enabled()
+            ):  # another graph, for passes that take little time
                 return forward(hidden)
             return compiled(hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
 
