@@ -31,7 +31,7 @@ from mcp_grpo.build import (
 from mcp_grpo.config import MCPGRPOConfig
 from mcp_grpo.config_checks import check_arguments, check_without_servers
 from mcp_grpo.errors import HealthError, RolloutError, SettingsError
-from mcp_grpo.evaluation import Evaluation, EvaluationHistory, Judged, check_replayed, is_solved
+from mcp_grpo.evaluation import Evaluation, EvaluationHistory, Judged, check_replayed, check_solution_forms, is_solved
 from mcp_grpo.learning import (
     NO_CAPACITY,
     AsSeen,
@@ -500,6 +500,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             raise SettingsError("There are no tools to follow scripts with: pass `servers` to the trainer.")
         self._collector.engine.check_open()
         tasks = tasks_from_rows(tasks) if isinstance(tasks, Dataset) else tasks
+        check_solution_forms(tasks)
         self.catalog.check(*tasks)
         return self._collector.follow_scripts(tasks, step=self.state.global_step)
 

@@ -28,7 +28,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -299,9 +299,14 @@ def say_limits(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
     """Say which of the tasks to judge by cannot be done within the limits of the run, as far as solutions show it."""
     dataset = trainer.eval_dataset
     tasks = tasks_from_rows(dataset) if isinstance(dataset, Dataset) else []
-    scripted = [task for task in tasks if task.metadata.get(COLUMN)]
+    scripted = [task for task in tasks if isinstance(task.metadata.get(COLUMN), Mapping)]
     is_success = script.is_success(dataset) or (lambda _: True)
-    if said := limits_sentence(trainer.follow_scripts(scripted), is_success):
+    try:
+        said = limits_sentence(trainer.follow_scripts(scripted), is_success)
+    except MCPGRPOError as error:  # the policy may do without
+        logger.warning("The solutions of the tasks to judge by could not be replayed: %s", error)
+        return
+    if said is not None:
         logger.warning("%s", said)
     elif scripted:
         logger.info(

@@ -24,6 +24,7 @@ from mcp_grpo.evaluation.solutions import (
     Scripted,
     Solution,
     check_replayed,
+    check_solution_forms,
     run_solutions,
 )
 from mcp_grpo.evaluation.statistics import Interval, mean_difference, mean_of_tasks, pass_all, pass_at
@@ -51,6 +52,7 @@ __all__ = [
     "best_of",
     "change",
     "check_replayed",
+    "check_solution_forms",
     "compare",
     "comparison_rows",
     "comparison_table",

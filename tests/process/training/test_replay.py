@@ -53,6 +53,9 @@ def test_scripts_are_followed_within_the_limits_and_it_is_said_what_these_do_not
     with make_trainer(tmp_path / "whole", adding_model, rows=HARD) as trainer:
         found = trainer.follow_scripts(tasks)
         assert trainer.follow_scripts([]) == []
+        written = replace(tasks[0], metadata={"solution": "Add them."})
+        with pytest.raises(TaskFormatError, match=r"Task '.*' has no `solution` to run"):
+            trainer.follow_scripts([written])
     with make_trainer(tmp_path / "cut", adding_model, rows=HARD, max_turns=1) as trainer:
         cut = trainer.follow_scripts(tasks)
     assert [(t.task.task_id, t.answer, t.is_scripted) for t in found] == [(t.task_id, "7", True) for t in tasks]
