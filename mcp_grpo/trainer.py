@@ -452,7 +452,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         if self._collector is None or not is_known:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         batches = list(self.get_eval_dataloader(cast("Any", dataloader.dataset)))
-        with self._collector.all_at_once(batches, step=self.state.global_step):
+        with self._collector.all_at_once(batches):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def roll_out(

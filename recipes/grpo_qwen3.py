@@ -47,6 +47,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress, Trajectory
 from mcp_grpo.console import InertConsole
 from mcp_grpo.desk.reward import is_solved
+from mcp_grpo.doctor.limits import spread
 from mcp_grpo.doctor.stand_in import STAND_IN, save_stand_in, tokenizer_of
 from mcp_grpo.errors import HealthError, MCPGRPOError, SettingsError
 from mcp_grpo.monitor import (
@@ -68,6 +69,7 @@ from mcp_grpo.tasks import load_tasks, tasks_from_rows
 from mcp_grpo.train.deadline import Deadline
 
 
+MOST_REPLAYED = 200  # solutions, before the first step
 RESERVE = 60.0  # seconds to load the best policy, to start the servers once more, and to write the report
 
 logger = logging.getLogger("recipes")
@@ -239,7 +241,7 @@ def main(arguments: list[str], started: float | None = None) -> MCPGRPOTrainer |
             callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
         ) as trainer:
             folder.write(trainer, servers)
-            if trainer.is_world_process_zero():
+            if trainer.is_world_process_zero() and checkpoint is None:
                 say_limits(trainer, script)
             train(trainer, script, folder.path, checkpoint, started)
     return trainer
@@ -301,17 +303,22 @@ def say_limits(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:
     tasks = tasks_from_rows(dataset) if isinstance(dataset, Dataset) else []
     scripted = [task for task in tasks if isinstance(task.metadata.get(COLUMN), Mapping)]
     is_success = script.is_success(dataset) or (lambda _: True)
+    tried = spread(scripted, MOST_REPLAYED)
+    if tried:
+        logger.info(
+            "The solutions of %d of %d tasks to judge by are replayed, to see whether they fit into the limits.",
+            len(tried),
+            len(tasks),
+        )
     try:
-        said = limits_sentence(trainer.follow_scripts(scripted), is_success)
+        said = limits_sentence(trainer.follow_scripts(tried), is_success)
     except MCPGRPOError as error:  # the policy may do without
         logger.warning("The solutions of the tasks to judge by could not be replayed: %s", error)
         return
     if said is not None:
         logger.warning("%s", said)
-    elif scripted:
-        logger.info(
-            "The solutions of %d of %d tasks to judge by fit into the limits of this run.", len(scripted), len(tasks)
-        )
+    elif tried:
+        logger.info("They all fit.")
 
 
 def add_baselines(trainer: MCPGRPOTrainer, script: TrainArguments) -> None:

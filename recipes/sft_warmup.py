@@ -144,7 +144,7 @@ def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments)
         "bf16": trainer.args.bf16,
         "max_completion_length": max(4096, script.max_result_tokens + 1024),
         "max_result_tokens": script.max_result_tokens,
-        "max_turn_tokens": 512,
+        "max_turn_tokens": 640,
         "chat_template_kwargs": {"enable_thinking": script.enable_thinking},
         "model_init_kwargs": {"dtype": str(trainer.model.dtype).removeprefix("torch.")},
         "save_strategy": "no",

@@ -65,12 +65,13 @@ class EvaluationHistory:
             if counts:
                 self._solved[task_id].append(is_done)
         self._kinds |= {task_id: kind for task_id, kind in zip(task_ids, kinds, strict=False) if kind is not None}
-        self._cut.update(each for each, *is_cut in zip(task_ids, cut, is_judged, strict=False) if all(is_cut))
+        # Also those that are left out as they were cut.
+        self._cut.update(each for each, is_cut in zip(task_ids, cut, strict=False) if is_cut)
 
     def end(self, step: int, metrics: dict[str, float]) -> Judged | None:
         """Return the evaluation that has just ended, if it is the first one of this step."""
         rewards, solved, cut = dict(self._rewards), dict(self._solved), dict(self._cut)
-        kinds = {task_id: kind for task_id, kind in self._kinds.items() if task_id in rewards}
+        kinds = {task_id: kind for task_id, kind in self._kinds.items() if task_id in rewards or task_id in cut}
         self.begin()  # of several datasets, the first to be evaluated is the one that counts
         if not rewards or any(each.step == step for each in self.all):
             return None

@@ -215,7 +215,9 @@ class Checkpointing:
         except torch.OutOfMemoryError as error:
             self._keeps = False
             reason = str(error).splitlines()[:1]
-            logger.warning("A pass without gradient checkpointing did not fit; from now on, all have it. %s", *reason)
+            logger.warning(
+                "A pass that keeps activations did not fit; from now on, all have gradient checkpointing. %s", *reason
+            )
             return None
         left = self._memory.free(ids.device)
         return output if left is None or left >= self._for_backward(model, ids.numel(), ids.device) else None
@@ -226,9 +228,10 @@ class Checkpointing:
         before = self._memory.taken(device)
         output = forward(**inputs)
         taken: float = self._memory.taken(device) - before
-        if num_kept:  # what all of them would have taken
-            share = num_kept / _num_layers(model)
-            taken = (taken - (1 - share) * num_tokens * self._per_token(model, device, False)) / share
+        if num_kept:  # what the other layers would have taken, too
+            others = 1 - num_kept / _num_layers(model)
+            estimated = activation_bytes(model.config, _itemsize(model, device)).kept
+            taken += others * num_tokens * (estimated - self._per_token(model, device, False))
         is_kept = num_kept > 0
         if taken > 0 and num_tokens >= self._measured.get(is_kept, (0, 0))[0]:
             self._measured[is_kept] = num_tokens, taken

@@ -121,7 +121,8 @@ class BatchCollector:
     _announced: list[Task] = field(init=False, default_factory=list[Task])  # the next batch, which was begun
     _resumed: list[Row] = field(init=False, default_factory=list[Row])
     _left: dict[int, list[str]] = field(init=False, default_factory=dict[int, list[str]])
-    _ahead: list[Trajectory] = field(init=False, default_factory=list[Trajectory])  # of later batches of an evaluation
+    _coming: list[Task] = field(init=False, default_factory=list[Task])  # of later batches of an evaluation
+    _ahead: list[Trajectory] = field(init=False, default_factory=list[Trajectory])  # at these, once they were made
     _ahead_progress: RolloutProgress = field(init=False, default_factory=RolloutProgress)
     _has_told_unfit: bool = False
     _exchanged: float = field(init=False, default=0.0)  # share of the groups begun last that are at other tasks
@@ -175,7 +176,7 @@ class BatchCollector:
         rank = self.accelerator.process_index
         check_groups([task.task_id for task in tasks], group_size, offset=rank * len(tasks))
         batch = Batch(list(rows), tasks, [], RolloutProgress())
-        is_ahead = not is_training and self._take_ahead(batch)
+        is_ahead = not is_training and self._take_ahead(batch, step)
         # An engine that sleeps while the policy trains stays awake between the rollouts of one batch.
         with self._awake(tasks) if self.sampler.sleeps and not is_ahead else nullcontext():
             if is_training and self.max_staleness:
@@ -209,33 +210,41 @@ class BatchCollector:
         return batch
 
     @contextmanager
-    def all_at_once(self, batches: Sequence[Sequence[Row]], *, step: int) -> Generator[None]:
+    def all_at_once(self, batches: Sequence[Sequence[Row]]) -> Generator[None]:
         """
-        Attempt the tasks of an evaluation, so that its batches, which take their attempts meanwhile, do not wait for each other.
+        Let the batches of an evaluation, which come meanwhile, not wait for each other: with the first, the tasks of all are attempted.
 
         Args:
             batches (`Sequence[Sequence[dict[str, Any]]]`):
                 Rows of the batches that are to come, on this process, in their order.
-            step (`int`):
-                Optimizer steps done, which the seed depends on.
         """
-        self.engine.check_open()
-        tasks = [task_from_row(row) for rows in batches for row in rows]
-        self.engine.catalog.check(*tasks)
-        self._ahead_progress = RolloutProgress()
-        self._ahead = self.attempt(tasks, step=step, progress=self._ahead_progress) if tasks else []
+        self._coming = [task_from_row(row) for rows in batches for row in rows]
         try:
             yield
         finally:
-            self._ahead = []
+            self._coming, self._ahead = [], []
 
-    def _take_ahead(self, batch: Batch) -> bool:
-        """Give a batch of an evaluation the attempts that were made for it; return whether there are any."""
-        found = self._ahead[: len(batch.tasks)]
-        if [trajectory.task for trajectory in found] != batch.tasks:
+    def _take_ahead(self, batch: Batch, step: int) -> bool:
+        """
+        Give a batch of an evaluation its attempts, which are made with those of all others; return whether there are any. All
+        processes must call it together.
+        """
+        num_own = len(batch.tasks)
+        is_expected = [task.task_id for task in self._coming[:num_own]] == [task.task_id for task in batch.tasks]
+        if not all(gather_object([is_expected])):  # as on any of them: sampling may need all processes
+            if self._coming:
+                logger.warning(
+                    "A batch of the evaluation has other tasks than it had when they were read before it: the rest is attempted batch by "
+                    "batch, which takes longer. Keep the order of the tasks to judge by the same each time they are read."
+                )
+            self._coming, self._ahead = [], []
             return False
-        self._ahead = self._ahead[len(found) :]
-        batch.trajectories, batch.progress = found, self._ahead_progress
+        if not self._ahead:
+            self.engine.catalog.check(*self._coming)
+            self._ahead_progress = RolloutProgress()
+            self._ahead = self.attempt(self._coming, step=step, progress=self._ahead_progress)
+        batch.trajectories, batch.progress = self._ahead[:num_own], self._ahead_progress
+        self._coming, self._ahead = self._coming[num_own:], self._ahead[num_own:]
         return True
 
     def attempt(

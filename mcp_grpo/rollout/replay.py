@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from mcp_grpo.errors import RolloutError
 from mcp_grpo.rollout.renderer import Renderer
 from mcp_grpo.sampling.generator import Generation, Sampling
 from mcp_grpo.types import Message, StopReason, Task, Trajectory
@@ -30,7 +31,13 @@ class ScriptedGenerator:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """See [`Generator.generate`]."""
-        token_ids = tuple(self._left[sampling.trajectory].pop(0))
+        left = self._left[sampling.trajectory]
+        if not left:
+            raise RolloutError(
+                "A scripted solution was to go on after its last turn: its `final`, or what it says beside a call, reads as a tool call. "
+                "Write it in other words."
+            )
+        token_ids = tuple(left.pop(0))
         written = token_ids[: sampling.max_tokens]
         return Generation(
             token_ids=written,

@@ -246,7 +246,7 @@ def _takes_seeds(engine: Any) -> bool:
     """
     Return whether a request may have a seed of its own for nothing.
 
-    vLLM's first model runner, which mixtures of experts and older versions have, draws for each such request by itself: one more kernel on a GPU
+    vLLM's first model runner (of older versions, and with `VLLM_USE_V2_MODEL_RUNNER=0`) draws for each such request by itself: one more kernel on a GPU
     for each sequence and token. Sampling there does not repeat itself to the bit with seeds either, as kernels add up in other orders in other batches.
     """
     is_gpu = engine.vllm_config.device_config.device_type == "cuda"

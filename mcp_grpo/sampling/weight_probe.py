@@ -27,7 +27,9 @@ class WeightProbe:
     def check(self, sampled: Sequence[float], trained: Sequence[float]) -> float:
         """Return the mean absolute difference; raises [`SamplerError`] if the sampler has other weights, or one of the two no numbers."""
         _check_numbers(
-            "sampler", sampled, "run vLLM without graphs (`--vllm_engine_kwargs '{\"enforce_eager\": true}'`)"
+            "sampler",
+            sampled,
+            "run vLLM without graphs (`--vllm_engine_kwargs '{\"enforce_eager\": true}'`; `--enforce-eager` of a server)",
         )
         _check_numbers(
             "trainer", trained, "load the model with `dtype` float32, or with another `attn_implementation`"

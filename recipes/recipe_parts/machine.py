@@ -53,7 +53,8 @@ def choose(machine: Machine, given: Mapping[str, Any]) -> Choice:
 def _stay_awake(choice: Choice, machine: Machine, given: Mapping[str, Any]) -> None:
     """Give vLLM a share that it keeps: putting it to sleep and waking it takes longer than the memory is worth here."""
     share = {"vllm_enable_sleep_mode": False, "vllm_gpu_memory_utilization": round(AWAKE / machine.memory, 2)}
-    if choice.settings.get("use_cpu") or share.keys() & given.keys():
+    is_elsewhere = choice.settings.get("use_cpu") or given.get("vllm_mode") == "server"
+    if is_elsewhere or share.keys() & given.keys():
         return
     choice.change(
         f"keep      {AWAKE:.0f} GiB of the GPU for vLLM, which need not sleep while the policy trains", **share

@@ -33,6 +33,7 @@ model = AutoModelForCausalLM.from_pretrained(
 for layer in model.modules():
     if isinstance(layer, Linear4bit):
         # Where a CPU multiplies bf16, an evaluation would put weights into another form, which computes in bf16 and has no gradient.
+        assert layer.support_avx512bf16_for_cpu in (True, False)
         layer.support_avx512bf16_for_cpu = False
 with make_trainer(
     Path(sys.argv[2]),

@@ -81,6 +81,7 @@ def test_what_is_chosen_goes_with_the_flags() -> None:
         (139.8, {"model_name_or_path": "somebody/else-70b"}, None),
         (139.8, {"vllm_gpu_memory_utilization": 0.7}, None),
         (139.8, {"vllm_enable_sleep_mode": True}, None),
+        (139.8, {"vllm_mode": "server"}, None),
     ],
 )
 def test_vllm_stays_awake_where_there_is_room_for_it(
@@ -96,7 +97,9 @@ def test_vllm_stays_awake_where_there_is_room_for_it(
 
 @pytest.mark.parametrize("given", [{"use_cpu": True}, {"use_cpu": True, "use_vllm": True}, {"use_vllm": False}])
 def test_nothing_is_kept_for_vllm_where_it_is_not_on_the_gpu(given: dict[str, Any]) -> None:
-    assert "vllm_gpu_memory_utilization" not in choose(LARGE, {"use_cpu": True}).settings
+    settings = choose(LARGE, given).settings
+    assert settings.get("vllm_gpu_memory_utilization", 0.5) == 0.5
+    assert settings.get("vllm_enable_sleep_mode", True)
     assert "for vLLM, which" not in describe(choose(LARGE, given))
 
 

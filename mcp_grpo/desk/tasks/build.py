@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "report": Family(channels.report, "medium", (FINANCE, SLACK)),
     "thread": Family(channels.thread, "hard", (FINANCE, SLACK)),
     "refusal": Family(traps.refusal, "medium", (FINANCE,)),
-    "recovery": Family(traps.recovery, "medium", (FINANCE,)),
+    "recovery": Family(traps.recovery, "medium", (FINANCE, PYTHON)),
     "adjusted": Family(prices.adjusted, "medium", (FINANCE,)),
     "namesakes": Family(traps.namesakes, "medium", (FINANCE,)),
     "ranking": Family(figures.ranking, "medium", (FINANCE,)),

@@ -6,7 +6,6 @@ from datetime import date, timedelta
 from mcp_grpo.desk.servers.finance.backend import MAX_DAYS
 from mcp_grpo.desk.tasks.drafts import (
     FINANCE,
-    PYTHON,
     REFUSAL,
     SEARCH,
     Draft,
@@ -137,7 +136,7 @@ def recovery(pick: Pick) -> Draft:
     start, end = f"{year}-01-01", f"{year + 1}-12-31"
     weeks = [(start, f"{year}-01-10"), (f"{year + 1}-12-22", end)]
     bars = [market.prices(company.symbol, *week) for week in weeks]
-    if market.first_day(company.symbol) > start or not all(bars):
+    if company.ipo_date > start or not all(bars):
         raise Unsuitable
     first, last = (bar.close / 100 for bar in (bars[0][0], bars[1][-1]))
     change = round(100 * (last - first) / first, 2)
@@ -156,7 +155,6 @@ def recovery(pick: Pick) -> Draft:
             step(("run_python", {"code": f"round(100 * ({last} - {first}) / {first}, 2)"}), evidence=[str(change)]),
         ],
         final=f"Answer: {change:.2f}%",
-        servers=(FINANCE, PYTHON),
         symbols=(company.symbol,),
     )
 

@@ -32,7 +32,7 @@ from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.types import Exchange, ResultKind, Segment, StopReason, Task, ToolCall, ToolResult, Trajectory
 
 
-DIGEST = "be62c0ef580ec185"
+DIGEST = "8e3f621cc84c2c6a"
 
 LEGAL_FORM = r"\b(?:Inc\.|Corp\.|Company|Holdings|plc|AG|SE)"
 
@@ -78,6 +78,14 @@ def attempt(task: Task, answer: str, states: Mapping[str, Any] | None = None) ->
 @pytest.mark.full
 def test_the_same_seed_gives_the_same_tasks_to_the_byte_on_every_machine(datasets: dict[str, Any]) -> None:
     assert digest(datasets["test"]) == DIGEST
+
+
+@pytest.mark.full
+def test_questions_that_need_a_second_call_are_of_all_years(datasets: dict[str, Any]) -> None:
+    for split, rows in datasets.items():
+        texts = [row["prompt"][-1]["content"] for row in rows if row["family"] == "recovery"]
+        years = {text.split("trading day of ")[1][:4] for text in texts if "first trading day of" in text}
+        assert years == {"2021", "2022", "2023"}, split
 
 
 @pytest.mark.full

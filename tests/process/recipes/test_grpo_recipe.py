@@ -360,6 +360,24 @@ def test_the_last_step_is_judged_once(own: list[str], tmp_path: Path, every: str
     assert [line["step"] for line in lines if "eval_reward" in line] == [1]
 
 
+def test_a_run_says_that_solutions_fit_or_cannot_be_replayed(own: list[str], tmp_path: Path) -> None:
+    script = {"steps": [{"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}], "final": "5"}
+    endless = script | {"final": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'}
+    room = ["--max_completion_length", "600", "--max_result_tokens", "200", "--max_turns", "4", "--max_steps", "1"]
+    judging = ["--eval_strategy", "steps", "--eval_steps", "1", "--num_generations_eval", "1"]
+    said = {}
+    for name, solution in {"fits": script, "reads as a call": endless, "text": "Add them."}.items():
+        tasks = tmp_path / f"{name}.jsonl"
+        tasks.write_text("".join(json.dumps({**row, "solution": solution}) + "\n" for row in ROWS[:2]))
+        folder = tmp_path / name
+        grpo_qwen3.main([*own, *room, *judging, "--eval_tasks", str(tasks), "--output_dir", str(folder)])
+        said[name] = (folder / "run.log").read_text()
+    assert "The solutions of 2 of 2 tasks to judge by are replayed" in said["fits"]
+    assert "They all fit." in said["fits"]
+    assert "could not be replayed: A scripted solution was to go on after its last turn" in said["reads as a call"]
+    assert "are replayed" not in said["text"]
+
+
 def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str], tmp_path: Path) -> None:
     script = {"steps": [{"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}], "final": "5"}
     tasks = tmp_path / "judged.jsonl"

@@ -65,12 +65,12 @@ def test_attempts_that_were_cut_are_counted_by_task(tmp_path: Path) -> None:
     history.add(["b"], torch.tensor([[1.0]]), ONE, cut=[True])
     history.begin()
     history.add(["a", "a", "b"], torch.tensor([[0.0], [0.0], [1.0]]), ONE, cut=[True, True, False])
-    history.add(["a", "c"], torch.tensor([[0.0], [torch.nan]]), ONE, cut=[True, True])  # one of them does not count
+    history.add(["a", "c"], torch.tensor([[0.0], [torch.nan]]), ONE, cut=[True, True])  # one of them is left out
     judged = history.end(3, {})
     assert judged
-    assert judged.cut == {"a": 3}
+    assert judged.cut == {"a": 3, "c": 1}
     history.keep(judged, is_main=True)
-    assert [each.cut for each in read_judged(tmp_path / "evaluations.jsonl", up_to=3)] == [{"a": 3}]
+    assert [each.cut for each in read_judged(tmp_path / "evaluations.jsonl", up_to=3)] == [{"a": 3, "c": 1}]
     history.add(["a"], torch.tensor([[0.0]]), ONE)
     later = history.end(4, {})
     assert later

@@ -196,6 +196,21 @@ def test_a_pass_of_which_some_layers_were_kept_shows_how_much_a_token_takes() ->
     assert layers.take() == [2, 2, 1, 1]
 
 
+def test_what_a_pass_takes_beside_its_layers_counts_once() -> None:
+    model = policy(num_layers=4)
+    layers, memory = Layers(model), Memory(free_for(model, 1.5))
+    checkpointing = Checkpointing(is_possible=True, memory=memory)
+    per_token = activation_bytes(model.config, 4)
+    again = per_token.computed_again - RECOMPUTED * per_token.layer
+    beside = 0.2 * per_token.layer
+    memory.per_pass = round(240 * (per_token.kept / 4 + 3 / 4 * again + beside))
+    times_computed(model, checkpointing)
+    assert layers.take() == [2, 2, 2, 1]
+    memory.is_free = round(free_for(model, 4.1) + 240 * (beside + RECOMPUTED * beside / 4) / FILLED)
+    times_computed(model, checkpointing)
+    assert layers.take() == [1, 1, 1, 1]
+
+
 def test_layers_that_do_not_all_choose_for_themselves_go_the_same_way() -> None:
     model = policy(num_layers=4)
     model.model.layers[0].gradient_checkpointing = False  # as with `every_n_layers`
@@ -269,7 +284,7 @@ def test_running_out_of_memory_turns_checkpointing_on_for_good(caplog: pytest.Lo
     _, found = learnt(model, checkpointing.around(model), rows())
     assert all(map(torch.equal, found, expected))
     assert caplog.messages == [
-        "A pass without gradient checkpointing did not fit; from now on, all have it. "
+        "A pass that keeps activations did not fit; from now on, all have gradient checkpointing. "
         "CUDA out of memory. Tried to allocate 3 GiB."
     ]
     assert times_computed(model, checkpointing) == 2

@@ -65,25 +65,48 @@ def judged(collector: BatchCollector, names: str) -> list[int]:
 def test_batches_get_their_own_attempts_of_those_that_were_made_at_once() -> None:
     engine = Attempts()
     collector = collector_of(engine)
-    with collector.all_at_once([rows("ab"), rows("cd"), rows("e")], step=3):
+    with collector.all_at_once([rows("ab"), rows("cd"), rows("e")]):
+        assert engine.rolled_out == []  # the model may not be ready to sample before the first batch
         assert [judged(collector, names) for names in ("ab", "cd", "e")] == [[0, 1], [2, 3], [4]]
     assert engine.rolled_out == ["abcde"]
     assert Awake.num_times == 1
 
 
-def test_a_batch_that_is_another_one_is_attempted_by_itself() -> None:
+def test_a_batch_that_is_another_one_and_those_after_it_are_attempted_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Attempts()
     collector = collector_of(engine)
-    with collector.all_at_once([rows("ab"), rows("cd")], step=3):
-        assert judged(collector, "ba") == [0, 1]
-        assert judged(collector, "ab") == [0, 1]
-    assert engine.rolled_out == ["abcd", "ba"]
-    judged(collector, "cd")  # what was left is gone with the evaluation
-    assert engine.rolled_out == ["abcd", "ba", "cd"]
+    with collector.all_at_once([rows("ab"), rows("cd"), rows("ef")]):
+        assert [judged(collector, names) for names in ("ab", "dc", "ef")] == [[0, 1]] * 3
+    assert engine.rolled_out == ["abcdef", "dc", "ef"]
+    assert [record.message[:47] for record in caplog.records] == ["A batch of the evaluation has other tasks than "]
+
+
+def test_what_was_left_is_gone_with_the_evaluation() -> None:
+    engine = Attempts()
+    collector = collector_of(engine)
+    with collector.all_at_once([rows("ab"), rows("cd")]):
+        judged(collector, "ab")
+    judged(collector, "cd")
+    assert engine.rolled_out == ["abcd", "cd"]
+
+
+def test_a_task_is_known_again_whatever_its_columns_have() -> None:
+    engine = Attempts()
+    collector = collector_of(engine)
+
+    def read() -> list[dict[str, Any]]:
+        return [{**row, "weight": float("nan")} for row in rows("ab")]
+
+    unused: Any = None
+    with collector.all_at_once([read()]):
+        collector.collect(read(), step=3, group_size=1, is_training=False, score=unused, flat=unused)
+    assert engine.rolled_out == ["ab"]
 
 
 def test_no_batches_need_no_engine() -> None:
     engine = Attempts()
-    with collector_of(engine).all_at_once([], step=3):
+    with collector_of(engine).all_at_once([]):
         pass
     assert engine.rolled_out == []
