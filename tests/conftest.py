@@ -18,7 +18,7 @@ from hypothesis import settings
 FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8000"))  # for each test marked `fuzz`, with `make fuzz`
 
 settings.register_profile("quick", deadline=None, max_examples=12)  # other work may slow an example down
-settings.register_profile("full", deadline=None)
+settings.register_profile("full", deadline=None, max_examples=50)
 settings.register_profile("fuzz", deadline=None, max_examples=FUZZ_EXAMPLES, print_blob=True)
 settings.load_profile("quick")  # unless `--hypothesis-profile` names another
 
