@@ -96,13 +96,14 @@ def test_a_task_is_known_again_whatever_its_columns_have() -> None:
     engine = Attempts()
     collector = collector_of(engine)
 
-    def read() -> list[dict[str, Any]]:
-        return [{**row, "weight": float("nan")} for row in rows("ab")]
+    def read(names: str) -> list[dict[str, Any]]:
+        return [{**row, "weight": float("nan")} for row in rows(names)]
 
     unused: Any = None
-    with collector.all_at_once([read()]):
-        collector.collect(read(), step=3, group_size=1, is_training=False, score=unused, flat=unused)
-    assert engine.rolled_out == ["ab"]
+    with collector.all_at_once([read("ab"), read("cd")]):
+        for names in ("ab", "cd"):
+            collector.collect(read(names), step=3, group_size=1, is_training=False, score=unused, flat=unused)
+    assert engine.rolled_out == ["abcd"]
 
 
 def test_no_batches_need_no_engine() -> None:
