@@ -68,6 +68,7 @@ __all__ = [
     "SOURCES",
     "TOKEN_MEAN_LOSSES",
     "TRAINER_STATE_NAME",
+    "TREE_ATTENTION",
     "FusedCausalLMOutput",
     "GRPOTrainer",
     "LossDenominator",
@@ -77,7 +78,9 @@ __all__ = [
     "VLLMGeneration",
     "add_fused_lm_head",
     "add_response_schema",
+    "attends_by_sdpa",
     "attention_name",
+    "attention_with_logsumexp",
     "calling_instead",
     "checkpointed_layers",
     "clip_limits",
@@ -163,6 +166,7 @@ ATTRIBUTES = (
 )
 """Attributes and methods of them that it reads, sets or calls."""
 
+TREE_ATTENTION = "shared_prompts"  # of models that run prompts once, where a model is told which attention to use
 COMPLETIONS = 3
 """Index of the completions in what `GRPOTrainer._generate` returns."""
 
@@ -309,6 +313,19 @@ def attention_name(model: Any) -> str | None:
 def use_attention(model: Any, name: str | None) -> None:
     """Let a model use another attention. Unlike `set_attn_implementation`, ask neither the model nor the Hub."""
     model.config._attn_implementation = name
+
+
+def attends_by_sdpa(model: Any) -> bool:
+    """Return whether a model, where it is only called with rows, attends by SDPA: also by an attention of ours that is more than that."""
+    return attention_name(model) in ("sdpa", TREE_ATTENTION)
+
+
+def attention_with_logsumexp(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend by SDPA's own kernel for CPUs, and return the logarithm of the sum of the exponentials, too, which SDPA does not."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, attn_mask=bias, scale=scaling)
 
 
 def checkpointed_layers(model: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.learning.padding import PER_TOKEN, Unpadded
-from mcp_grpo.trl_compat import attention_name, use_attention
+from mcp_grpo.trl_compat import TREE_ATTENTION, attention_name, use_attention
 
 
 SHARE_PROMPTS: bool | None = None  # `False` never does; `True` refuses a model that cannot
@@ -24,7 +24,6 @@ MIN_SHARED = 16  # tokens: fewer are not worth a branch
 MIN_SAVED = 0.15  # of the tokens of a pass: with fewer, rows as they are take as long
 # How far a log-probability of a tree may be off in the trial of a model, in standard deviations; the last, in other types.
 TOLERANCE, COARSE = {torch.float64: 1e-2, torch.float32: 1e-2}, 0.2
-_NAME = "shared_prompts"  # of the attention, where a model is told which to use
 
 
 class _Row(NamedTuple):
@@ -227,8 +226,8 @@ def _by_segment(
     return torch.cat(found, dim=2).transpose(1, 2).contiguous()
 
 
-AttentionInterface.register(_NAME, tree_attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
 
 # ---- Passes ----
@@ -350,7 +349,7 @@ def refusal(model: Any) -> str | None:
         return "the model reads more than text."
     if any(each.is_prompt_learning for each in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before each row."
-    if attention not in ("sdpa", _NAME):
+    if attention not in ("sdpa", TREE_ATTENTION):
         return f'attention is "{attention}", and only "sdpa" can be replaced (`attn_implementation`).'
     if kinds:
         return f"the model has layers of {' and '.join(kinds)}."
@@ -378,7 +377,7 @@ def _trial(model: Any, bare: Any) -> str | None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, : len(shared)] = -100
     was_training = bare.training
-    use_attention(bare.eval(), _NAME)
+    use_attention(bare.eval(), TREE_ATTENTION)
     try:
         rows = Unpadded(model)
         tree = PromptTree(ids, mask, size - len(shared))

@@ -21,6 +21,7 @@ from mcp_grpo.errors import RolloutError
 from mcp_grpo.masking.constrained import Constraints
 from mcp_grpo.precision import in_double
 from mcp_grpo.sampling.generator import Generation, Sampling
+from mcp_grpo.sampling.shared_prefix import SharedPrefixCache, shared_cache, shares_prefix
 from mcp_grpo.sampling.vision import picture_inputs, token_types, type_column
 
 
@@ -121,7 +122,9 @@ class TransformersGenerator:
     @torch.no_grad()
     def _generate(self, batch: list[_Request]) -> list[Generation]:
         device = self._model.device
-        shared = _shared_length(batch) if self._can_share_prefix else 0
+        shared = _shared_length(batch)
+        if shared and not (shares_prefix(self._model) or self._can_share_prefix):
+            shared = 0
         width = max(len(request.prompt_ids) for request in batch)
         ids = torch.full((len(batch), width), self._pad_token_id)
         mask = torch.zeros_like(ids)
@@ -136,12 +139,16 @@ class TransformersGenerator:
         pictures = self._picture_inputs(samplings, ids)
         sampler = _RowSampler(samplings)
         budgets = torch.tensor([sampling.max_tokens for sampling in samplings], device=device)
-        with self._autocast(), _bare_generation_config(self._model):
+        with (
+            self._autocast(),
+            _bare_generation_config(self._model),
+            self._prefix(ids[:1, :shared], len(batch)) as cache,
+        ):
             output = self._model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
                 **{name: value.to(device) for name, value in pictures.items()},
-                past_key_values=self._shared_cache(ids[:1, :shared].to(device), len(batch)) if shared else None,
+                past_key_values=cache,
                 generation_config=GenerationConfig(
                     max_new_tokens=int(budgets.max()),
                     do_sample=False,  # `_RowSampler` samples, and leaves one token to choose
@@ -189,12 +196,20 @@ class TransformersGenerator:
         layers = getattr(config, "layer_types", None) or ()
         return all(layer == "full_attention" for layer in layers) and bool(layers)
 
-    def _shared_cache(self, ids: torch.Tensor, num_rows: int) -> DynamicCache:
-        """Compute the keys and values of the shared tokens once."""
-        cache = DynamicCache(config=self._model.config)
-        self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.batch_repeat_interleave(num_rows)
-        return cache
+    @contextmanager
+    def _prefix(self, ids: torch.Tensor, num_rows: int) -> Generator[DynamicCache | None]:
+        """Compute the keys and values of the shared tokens once, if there are any; on a CPU, keep and read them once, too."""
+        if not ids.numel():
+            yield None
+            return
+        cache = shared_cache(self._model, ids.to(self._model.device))
+        if shares_prefix(self._model):
+            cache = SharedPrefixCache(cache)
+            with cache.attending(self._model):
+                yield cache
+        else:
+            cache.batch_repeat_interleave(num_rows)
+            yield cache
 
 
 @contextmanager

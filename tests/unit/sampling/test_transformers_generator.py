@@ -14,9 +14,11 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcp_grpo.errors import RolloutError
-from mcp_grpo.sampling import Generation, Sampling, TransformersGenerator
+from mcp_grpo.sampling import Generation, Sampling, TransformersGenerator, transformers_generator
+from mcp_grpo.sampling.shared_prefix import SharedPrefixCache, shares_prefix
 
 
 TOKENIZER = family_tokenizer("qwen3")
@@ -220,3 +222,54 @@ def test_a_request_that_is_given_up_is_not_sampled_to_its_end_and_others_are(por
     generator.serve(until=future)
     assert future.result().token_ids == alone.token_ids
     assert num_steps < 20
+
+
+@pytest.mark.parametrize("can_share", [True, False], ids=["its beginning once", "as rows"])
+def test_a_model_of_any_family_samples_the_same_with_its_beginning_once(
+    portal: BlockingPortal, can_share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = llama_model(), []
+    attend = SharedPrefixCache.attend
+    monkeypatch.setattr(
+        SharedPrefixCache, "attend", lambda self, *args: calls.append(args[1].shape) or attend(self, *args)
+    )
+    if not can_share:
+        monkeypatch.setattr(transformers_generator, "shares_prefix", lambda _: False)
+    asked = prompts(6, shared=100)
+    sampling = [Sampling(max_tokens=70 + i, seed=i) for i in range(6)]
+    generations = generate(portal, model, list(zip(asked, sampling, strict=True)), ends=[10_000])
+    with torch.no_grad():
+        for prompt, generation in zip(asked, generations, strict=True):
+            expected = policy_logprobs(model, prompt, generation, 1.0)
+            assert torch.allclose(torch.tensor(generation.logprobs), expected, atol=1e-4)
+    assert any(shape[0] == 6 for shape in calls) == can_share  # the trial has three rows
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_after_an_error_a_model_attends_as_before(portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama_model()
+    assert shares_prefix(model)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SharedPrefixCache, "attend", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(portal, model, [(prompt, Sampling(max_tokens=5)) for prompt in prompts(4, shared=100)])
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
+
+
+def llama_model() -> LlamaForCausalLM:
+    """A model whose configuration does not name its kinds of layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
