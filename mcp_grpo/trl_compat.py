@@ -10,6 +10,7 @@ import inspect
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ __all__ = [
     "VLLMGeneration",
     "add_fused_lm_head",
     "add_response_schema",
+    "attending_by",
     "attends_by_sdpa",
     "attention_name",
     "attention_with_logsumexp",
@@ -305,14 +307,45 @@ def give_values(model: Any, output_type: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
+_attention_lock = threading.Lock()
+_lent_attention: dict[
+    int, tuple[int, str | None]
+] = {}  # by configuration: how many attend by another, and which it has else
+
+
 def attention_name(model: Any) -> str | None:
-    """Return which attention a model uses."""
-    return model.config._attn_implementation
+    """Return which attention a model uses, but for a while that [`attending_by`] lasts."""
+    config = model.config
+    return _lent_attention.get(id(config), (0, config._attn_implementation))[1]
 
 
 def use_attention(model: Any, name: str | None) -> None:
     """Let a model use another attention. Unlike `set_attn_implementation`, ask neither the model nor the Hub."""
-    model.config._attn_implementation = name
+    key = id(model.config)
+    with _attention_lock:
+        if key in _lent_attention:
+            _lent_attention[key] = _lent_attention[key][0], name
+        else:
+            model.config._attn_implementation = name
+
+
+@contextmanager
+def attending_by(model: Any, name: str) -> Generator[None]:
+    """Let a model use another attention for a while. Several threads may do so at once, if all name the same: the last puts back what was."""
+    config = model.config
+    with _attention_lock:
+        count, before = _lent_attention.get(id(config), (0, config._attn_implementation))
+        _lent_attention[id(config)] = count + 1, before
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        with _attention_lock:
+            count, before = _lent_attention.pop(id(config))
+            if count > 1:
+                _lent_attention[id(config)] = count - 1, before
+            else:
+                config._attn_implementation = before
 
 
 def attends_by_sdpa(model: Any) -> bool:
@@ -321,11 +354,16 @@ def attends_by_sdpa(model: Any) -> bool:
 
 
 def attention_with_logsumexp(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    bias: torch.Tensor | None = None,
+    is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend by SDPA's own kernel for CPUs, and return the logarithm of the sum of the exponentials, too, which SDPA does not."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, attn_mask=bias, scale=scaling)
+    return kernel(query, key, value, is_causal=is_causal, attn_mask=bias, scale=scaling)
 
 
 def checkpointed_layers(model: Any) -> list[Any]:

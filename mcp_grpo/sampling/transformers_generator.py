@@ -21,7 +21,7 @@ from mcp_grpo.errors import RolloutError
 from mcp_grpo.masking.constrained import Constraints
 from mcp_grpo.precision import in_double
 from mcp_grpo.sampling.generator import Generation, Sampling
-from mcp_grpo.sampling.shared_prefix import SharedPrefixCache, shared_cache, shares_prefix
+from mcp_grpo.sampling.shared_prefix import SharedPrefixCache, has_lasting_keys, shared_cache, shares_prefix
 from mcp_grpo.sampling.vision import picture_inputs, token_types, type_column
 
 
@@ -121,10 +121,11 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def _generate(self, batch: list[_Request]) -> list[Generation]:
-        device = self._model.device
-        shared = _shared_length(batch)
-        if shared and not (shares_prefix(self._model) or self._can_share_prefix):
-            shared = 0
+        with self._autocast(), _bare_generation_config(self._model):
+            return self._sample(batch)
+
+    def _sample(self, batch: list[_Request]) -> list[Generation]:
+        device, num_shared = self._model.device, self._shared_length(batch)
         width = max(len(request.prompt_ids) for request in batch)
         ids = torch.full((len(batch), width), self._pad_token_id)
         mask = torch.zeros_like(ids)
@@ -132,18 +133,14 @@ class TransformersGenerator:
             # Shared tokens first, then padding, then the rest: positions follow the mask, so padding may be in the middle,
             # and the shared tokens are in the same columns for all rows.
             prompt = torch.tensor(request.prompt_ids)
-            start = width - (len(prompt) - shared)
-            ids[row, :shared], mask[row, :shared] = prompt[:shared], 1
-            ids[row, start:], mask[row, start:] = prompt[shared:], 1
+            start = width - (len(prompt) - num_shared)
+            ids[row, :num_shared], mask[row, :num_shared] = prompt[:num_shared], 1
+            ids[row, start:], mask[row, start:] = prompt[num_shared:], 1
         samplings = [request.sampling for request in batch]
         pictures = self._picture_inputs(samplings, ids)
         sampler = _RowSampler(samplings)
         budgets = torch.tensor([sampling.max_tokens for sampling in samplings], device=device)
-        with (
-            self._autocast(),
-            _bare_generation_config(self._model),
-            self._prefix(ids[:1, :shared], len(batch)) as cache,
-        ):
+        with self._prefix(ids[:1, :num_shared], len(batch)) as cache:
             output = self._model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -186,15 +183,16 @@ class TransformersGenerator:
             allowed_logprobs=None if sampling.constraint is None else tuple(allowed_logprobs[:length]),
         )
 
+    def _shared_length(self, batch: list[_Request]) -> int:
+        """Return how many tokens all prompts share, if the model can share them."""
+        length = _shared_length(batch)
+        return length if length and (shares_prefix(self._model) or self._can_copy_prefix) else 0
+
     @property
-    def _can_share_prefix(self) -> bool:
-        # Padding in the middle needs attention that follows the mask alone: no recurrent state, no window. Models that read more than
-        # text keep positions of their own.
+    def _can_copy_prefix(self) -> bool:
+        # Of the families that do not name their layers, not each follows the mask alone where there is padding in the middle.
         config = self._model.config
-        if config.get_text_config() is not config:
-            return False
-        layers = getattr(config, "layer_types", None) or ()
-        return all(layer == "full_attention" for layer in layers) and bool(layers)
+        return has_lasting_keys(config) and bool(getattr(config, "layer_types", None))
 
     @contextmanager
     def _prefix(self, ids: torch.Tensor, num_rows: int) -> Generator[DynamicCache | None]:

@@ -5,6 +5,7 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mcp_grpo.errors import RolloutError
 from mcp_grpo.sampling import Generation, Sampling, TransformersGenerator, transformers_generator
 from mcp_grpo.sampling.shared_prefix import SharedPrefixCache, shares_prefix
+from mcp_grpo.trl_compat import use_attention
 
 
 TOKENIZER = family_tokenizer("qwen3")
@@ -32,9 +34,15 @@ def portal():
 
 
 def generate(
-    portal: BlockingPortal, model: Any, requests: list[tuple[list[int], Sampling]], ends: list[int] | None = None
+    portal: BlockingPortal,
+    model: Any,
+    requests: list[tuple[list[int], Sampling]],
+    ends: list[int] | None = None,
+    autocast: Any = nullcontext,
 ) -> list[Generation]:
-    generator = TransformersGenerator(model, end_of_turn_ids=ends or [END], pad_token_id=TOKENIZER.pad_token_id)
+    generator = TransformersGenerator(
+        model, end_of_turn_ids=ends or [END], pad_token_id=TOKENIZER.pad_token_id, autocast=autocast
+    )
     results: dict[int, Generation] = {}
 
     async def ask(index: int) -> None:
@@ -258,6 +266,33 @@ def test_after_an_error_a_model_attends_as_before(portal: BlockingPortal, monkey
         generate(portal, model, [(prompt, Sampling(max_tokens=5)) for prompt in prompts(4, shared=100)])
     assert model.config._attn_implementation == "sdpa"
     assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
+
+
+def test_under_autocast_a_model_is_tried_and_samples_under_it(
+    portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = llama_model(), []
+    model.register_forward_pre_hook(lambda *args: calls.append(torch.is_autocast_enabled("cpu")))
+    asked = [(prompt, Sampling(max_tokens=5)) for prompt in prompts(4, shared=100)]
+    generate(portal, model, asked, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert len(calls) > 10  # the trial, the prefix and the tokens
+    assert all(calls)
+
+
+def test_positions_that_turn_by_length_are_not_copied_either(
+    portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model(TOKENIZER)
+    use_attention(model, "eager")  # cannot be replaced
+    used = []
+    shared_cache = transformers_generator.shared_cache
+    monkeypatch.setattr(transformers_generator, "shared_cache", lambda *args: used.append(args) or shared_cache(*args))
+    asked = [(prompt, Sampling(max_tokens=2)) for prompt in prompts(4, shared=100)]
+    generate(portal, model, asked)
+    assert len(used) == 1
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    generate(portal, model, asked)
+    assert len(used) == 1
 
 
 def llama_model() -> LlamaForCausalLM:
