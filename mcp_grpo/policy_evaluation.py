@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
+import torch
 from anyio.from_thread import start_blocking_portal
 from datasets import Dataset
 from tqdm.auto import tqdm
@@ -30,6 +31,7 @@ from mcp_grpo.evaluation import (
     run_solutions,
 )
 from mcp_grpo.evaluation.trackers import check_trackers, send_evaluation
+from mcp_grpo.precision import suited_to_cpu
 from mcp_grpo.publishing import load_adapter, read_policy_file
 from mcp_grpo.publishing.load import local_folder
 from mcp_grpo.rewards import is_done
@@ -303,6 +305,8 @@ def local_policy(
         return
     source = local_folder(policy)
     model, tokenizer = load_adapter(source, base=base, dtype="auto")
+    if settings.get("use_cpu") or not torch.accelerator.is_available():
+        model = suited_to_cpu(model)
     defaults = {"max_completion_length": MAX_COMPLETION_LENGTH, "disable_tqdm": True}
     if kwargs := read_policy_file(source).chat_template_kwargs:  # as it was prompted in training
         defaults["chat_template_kwargs"] = kwargs

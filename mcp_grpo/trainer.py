@@ -84,6 +84,7 @@ from mcp_grpo.monitor import (
     tell,
     trajectory_columns,
 )
+from mcp_grpo.precision import slowness_on_cpu
 from mcp_grpo.publishing import (
     CURVES_FILE,
     POLICY_FILE,
@@ -308,6 +309,10 @@ class MCPGRPOTrainer(GRPOTrainer):
         call_format = set_call_format(self._tokenizer, self.args.call_format, rows)
         if self.is_world_process_zero():
             call_format.say()
+            if slowness := slowness_on_cpu(
+                self.accelerator.unwrap_model(self.model), self.accelerator.mixed_precision
+            ):
+                logger.warning("%s", slowness)
         vision, blindness = make_vision(self)
         renderer = Renderer(
             self._tokenizer,

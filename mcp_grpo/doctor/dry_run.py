@@ -12,6 +12,7 @@ from mcp_grpo.doctor.machine import Machine
 from mcp_grpo.doctor.model import ModelParts
 from mcp_grpo.doctor.servers import harmless_tools
 from mcp_grpo.errors import RolloutError, TemplateError
+from mcp_grpo.precision import suited_to_cpu
 from mcp_grpo.rollout import Limits, Renderer, RolloutEngine, derived_seed
 from mcp_grpo.rollout.replay import ScriptedGenerator, call_message
 from mcp_grpo.sampling.transformers_generator import TransformersGenerator
@@ -82,8 +83,7 @@ def _is_runnable(parts: ModelParts, machine: Machine) -> bool:
 
 def _with_model(engine: RolloutEngine, renderer: Renderer, task: Task, weights: str, parts: ModelParts) -> Trajectory:
     model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype="auto")
-    if torch.cuda.is_available():
-        model.to("cuda")
+    model = model.to("cuda") if torch.cuda.is_available() else suited_to_cpu(model)
     tokenizer = renderer.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     generator = TransformersGenerator(model.eval(), end_of_turn_ids=renderer.end_of_turn_ids, pad_token_id=pad)

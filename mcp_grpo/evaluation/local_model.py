@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo.evaluation.endpoint import Reply
+from mcp_grpo.precision import suited_to_cpu
 from mcp_grpo.rollout.loop import derived_seed
 from mcp_grpo.rollout.renderer import Renderer
 from mcp_grpo.sampling.generator import Sampling
@@ -59,7 +60,7 @@ class LocalModel:
     ) -> None:
         if isinstance(model, str | Path):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+            model = suited_to_cpu(AutoModelForCausalLM.from_pretrained(model, dtype="auto"))
         elif tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id

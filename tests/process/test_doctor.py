@@ -15,7 +15,7 @@ from mcp.types import Tool, ToolAnnotations
 from trl import ModelConfig
 
 from mcp_grpo.cli import main
-from mcp_grpo.doctor import Finding, Subject, examine
+from mcp_grpo.doctor import Finding, Subject, dry_run, examine
 from mcp_grpo.doctor.command import subject_of
 from mcp_grpo.doctor.limits import spread
 from mcp_grpo.doctor.machine import Machine
@@ -158,13 +158,16 @@ def test_rewards_of_the_settings_are_those_that_are_computed(write: Any) -> None
 
 
 def test_a_model_that_is_here_makes_a_dry_trajectory_which_changes_nothing(
-    write: Any, model: str, tmp_path: Path
+    write: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    suited: list[Any] = []
+    monkeypatch.setattr(dry_run, "suited_to_cpu", lambda model: suited.append(model) or model)
     path = write("mcp.json", {"patient": server("change", str(tmp_path / "changed"))})
     found = rows(servers=path, tasks=write("tasks.jsonl", [{"task_id": "a", "answer": 1}]), model=model)
     assert not wrong(found)
     assert "token by token" in found["chat template"].found
     assert "by the model" in found["dry trajectory"].found
+    assert len(suited) == (not torch.cuda.is_available())
     assert "tokens of prompt" in found["dry trajectory"].found
     assert "(most for `" in found["prompts"].found
     assert "in a context of 4096" in found["prompts"].found

@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.runs import make_trainer
 from helpers.sums import ROWS, SERVERS, TEMPLATE_KWARGS
 from peft import LoraConfig
 from servers.sums import server
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcp_grpo import evaluate
 from mcp_grpo.cli import main
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import summarize
+from mcp_grpo.policy_evaluation import local_policy
 from mcp_grpo.tasks import tasks_from_rows
 
 
@@ -43,6 +46,20 @@ def test_a_model_an_adapter_and_a_trainer_are_evaluated(tmp_path: Path, adding_m
     of_adapter = evaluate(tmp_path / "run", tasks, {"sums": server}, temperature=0.0, **SMALL)
     assert of_adapter.outcomes == of_trainer.outcomes
     assert of_adapter.tokens == of_trainer.tokens
+
+
+def test_on_a_cpu_without_instructions_for_16_bits_evaluation_goes_in_32_and_training_warns(
+    tmp_path: Path, adding_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(adding_model, dtype="bfloat16")
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(adding_model).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with local_policy(str(tmp_path / "model"), {"sums": server}, None, SMALL) as trainer:
+        assert trainer.model.dtype == torch.float32
+    assert "no instructions" not in caplog.text
+    with make_trainer(tmp_path / "run", model):
+        assert "This CPU has no instructions for bfloat16" in caplog.text
 
 
 @pytest.mark.full
