@@ -35,6 +35,7 @@ from mcp_grpo.evaluation import Judged
 from mcp_grpo.evaluation.comparison import success_change
 from mcp_grpo.monitor import METRICS_FILE, MetricsFile
 from mcp_grpo.monitor.report import learning_sentence, share_text
+from mcp_grpo.precision import is_slow_on_cpu
 from mcp_grpo.quickstart.tasks import build_tasks, with_solutions
 from mcp_grpo.quickstart.warm_start import WARM_START
 from mcp_grpo.rewards import exact_answer, fault_penalty, is_done
@@ -71,7 +72,7 @@ def warmed_up(model: str, num_steps: int, folder: Path) -> str:
                 warmup_steps=4,
                 lr_scheduler_type="cosine",
                 use_cpu=True,
-                bf16=True,
+                bf16=not is_slow_on_cpu(torch.bfloat16),
                 gradient_checkpointing=False,
                 disable_tqdm=True,
                 logging_steps=5,
@@ -102,7 +103,7 @@ def settings_for(model: str) -> tuple[LoraConfig, dict[str, Any]]:
         "max_turn_tokens": 96,
         "max_completion_length": 400,
         "chat_template_kwargs": {},
-        "model_init_kwargs": {"dtype": "bfloat16"},
+        "model_init_kwargs": {"dtype": "float32" if is_slow_on_cpu(torch.bfloat16) else "bfloat16"},
     }
 
 
