@@ -402,20 +402,21 @@ def test_a_run_judges_itself_before_and_after_and_its_card_says_so(own: list[str
     ) in (tmp_path / "run" / "run.log").read_text()
 
 
+@pytest.mark.full
 def test_a_run_ends_in_time_with_its_rate_fallen_and_goes_on_with_new_time(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo_qwen3, "RESERVE", 10.0)  # of a tiny model, to be done sooner
+    monkeypatch.setattr(grpo_qwen3, "RESERVE", 15.0)  # of a tiny model, to be done sooner
     folder, tasks = tmp_path / "run", own[own.index("--tasks") + 1]
     judging = ["--eval_strategy", "steps", "--eval_steps", "1000", "--eval_on_start", "true", "--eval_tasks", tasks]
     judging += ["--per_device_eval_batch_size", "4", "--num_generations_eval", "1", "--save_steps", "1000"]
     falling = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", '{"num_decay_steps": 6}']
     given = [*own, *judging, *falling, "--max_steps", "1000", "--on_unhealthy", "warn", "--output_dir", str(folder)]
     steps = []
-    for minutes, more in (("0.4", []), ("0.41", ["--resume"])):
+    for minutes, more in (("0.8", []), ("0.81", ["--resume"])):
         began = time.monotonic()
         trainer = grpo_qwen3.main([*given, "--minutes", minutes, *more])
-        assert time.monotonic() - began < 24
+        assert time.monotonic() - began < 48
         assert trainer is not None
         steps.append(trainer.state.global_step)
         said = f"Training ended after {steps[-1]} of 1000 steps, as its {minutes} minutes are nearly over."
@@ -428,7 +429,7 @@ def test_a_run_ends_in_time_with_its_rate_fallen_and_goes_on_with_new_time(
     assert set(steps) <= {line["step"] for line in logged if "eval_reward" in line}
     assert all((folder / f"checkpoint-{step}").is_dir() for step in steps)
     for first, last in ((1, steps[0]), (steps[0] + 1, steps[1])):
-        assert last - first > 10
+        assert last - first > 8
         assert rates[first] == rates[first + 2] == 1e-3
         assert rates[last] < 5e-4
 
