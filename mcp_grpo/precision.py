@@ -38,6 +38,6 @@ def slowness_on_cpu(model: Any, mixed_precision: str) -> str | None:
     name = str(dtype).removeprefix("torch.")
     remedy = "Set `bf16=False` and `fp16=False`" if autocast else 'Load the model with `dtype="float32"`'
     return (
-        f"This CPU has no instructions for {name}: passes take about ten times as long as in float32. "
+        f"This CPU has no instructions for {name}: passes take many times as long as in float32. "
         f"{remedy}, or train where a GPU is."
     )

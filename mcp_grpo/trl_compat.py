@@ -308,15 +308,15 @@ def give_values(model: Any, output_type: Any) -> None:
 
 
 _attention_lock = threading.Lock()
-_lent_attention: dict[
-    int, tuple[int, str | None]
-] = {}  # by configuration: how many attend by another, and which it has else
+# By configuration: how many attend by another for a while, and which attention it has else.
+_lent_attention: dict[int, tuple[int, str | None]] = {}
 
 
 def attention_name(model: Any) -> str | None:
     """Return which attention a model uses, but for a while that [`attending_by`] lasts."""
     config = model.config
-    return _lent_attention.get(id(config), (0, config._attn_implementation))[1]
+    with _attention_lock:
+        return _lent_attention.get(id(config), (0, config._attn_implementation))[1]
 
 
 def use_attention(model: Any, name: str | None) -> None:
@@ -341,7 +341,7 @@ def attending_by(model: Any, name: str) -> Generator[None]:
         yield
     finally:
         with _attention_lock:
-            count, before = _lent_attention.pop(id(config))
+            count, before = _lent_attention.pop(id(config))  # `use_attention` may have changed it meanwhile
             if count > 1:
                 _lent_attention[id(config)] = count - 1, before
             else:
