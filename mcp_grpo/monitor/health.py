@@ -27,13 +27,14 @@ WINDOW = 5  # batches that the start of a run, and what it is now, are averaged 
 MIN_ENTROPY_LEFT = 0.25  # of what it was at the start
 MIN_RISE = 0.05  # of the reward, to be called a rise
 MAX_CUT_RISE = 0.15
+MAX_CUT_JUMP = 0.5  # since the first batch, which alone is from before any update
 MAX_ANSWER_FALL = 0.15
 MAX_KL_OF_TARGET = 3.0
 EV_WINDOW = 10  # steps
 MAX_EV_DROP = 0.3
 
 CUTS = ("stop/max_tokens", "stop/max_turns")
-TRENDS = ("entropy", "reward", "stop/answered", "cuts")
+TRENDS = ("entropy", "reward", "stop/answered", "cuts", "tools/call_frequency")
 
 Metrics = Mapping[str, float]
 
@@ -105,17 +106,24 @@ def _is_narrow(m: Metrics) -> bool:
     return m["now/entropy"] < MIN_ENTROPY_LEFT * m["start/entropy"]
 
 
-def _is_cut_more(m: Metrics) -> bool:
-    return m["now/cuts"] > m["start/cuts"] + MAX_CUT_RISE
+def _is_cut_more(m: Metrics, times: int = 1) -> bool:
+    """Return whether more are cut than at the start, or far more than in the first batch: a collapse may take two updates."""
+    return m["now/cuts"] > min(m["start/cuts"] + times * MAX_CUT_RISE, m["first/cuts"] + MAX_CUT_JUMP)
+
+
+def _cuts_before(m: Metrics) -> float:
+    """Return what was cut before more were."""
+    return min(m["start/cuts"], m["first/cuts"])
 
 
 def _has_collapsed(m: Metrics) -> bool:
     has_fallen = m["now/reward"] < m["best/reward"] - max(MIN_RISE, 0.5 * abs(m["best/reward"]))
-    is_endless = m["now/cuts"] > m["start/cuts"] + 2 * MAX_CUT_RISE  # whatever it is paid for it
+    is_endless = _is_cut_more(m, times=2)  # whatever it is paid for it
     return _is_narrow(m) and (is_endless or (not _has_risen(m) and (_is_cut_more(m) or has_fallen)))
 
 
-_TREND_KEYS = (*(f"{place}/{name}" for name in TRENDS for place in ("start", "now")), "best/reward")
+_TREND_KEYS = (*(f"now/{name}" for name in ("entropy", "reward", "stop/answered", "cuts")), "first/cuts")
+_GO_BACK = "Go on from a checkpoint before the fall."
 _LESS_DRASTIC = "Lower `learning_rate`, raise `beta` so that a reference holds the policy, or set `entropy_coef` (0.001 is a start)."
 
 _LOOK = (
@@ -123,6 +131,19 @@ _LOOK = (
     "how to call tools, or writes calls in another form than its chat template, train it on solutions first "
     "(`recipes/sft_warmup.py`); if it could, say in the prompt that tools are to be used, or set `bootstrap_steps`."
 )
+_ASK = "Say in the prompt that tools are to be used, train on calls first, or set `bootstrap_steps`."
+
+
+def _what_calls_need(m: Metrics, otherwise: str = _LOOK) -> str:
+    """Say what to do where no tool is called, by whether any was called in the first batch."""
+    before = m.get("first/tools/call_frequency", 0.0)
+    if not before:
+        return otherwise
+    return (
+        f"It called some before it was trained ({before:.2g} calls a trajectory), and has unlearnt it. {_LESS_DRASTIC} "
+        f"{_GO_BACK}"
+    )
+
 
 _SIGNS = (
     _Sign(
@@ -176,7 +197,7 @@ _SIGNS = (
         shows=lambda m: m["tools/call_frequency"] == 0 and m["is_flat"] == 1,
         sentence=lambda m: (
             f"The policy called no tool, and all attempts of each group had the same reward (now {m['reward']:.2f}): there is "
-            f"nothing to learn from. {_LOOK}"
+            f"nothing to learn from. {_what_calls_need(m)}"
         ),
         is_fatal=True,
     ),
@@ -184,7 +205,7 @@ _SIGNS = (
         name="never_calls",
         keys=("tools/call_frequency",),
         shows=lambda m: m["tools/call_frequency"] == 0,
-        sentence=lambda _: f"The policy has called no tool. {_LOOK}",
+        sentence=lambda m: f"The policy has called no tool. {_what_calls_need(m)}",
         patience=LONG,
         is_fatal=True,
     ),
@@ -206,9 +227,9 @@ _SIGNS = (
         shows=_has_collapsed,
         sentence=lambda m: (
             f"The policy has collapsed: its entropy fell from {m['start/entropy']:.2f} to {m['now/entropy']:.3f} nats, cut "
-            f"trajectories went from {m['start/cuts']:.0%} to {m['now/cuts']:.0%}, and the reward is {m['now/reward']:.2f} "
+            f"trajectories went from {_cuts_before(m):.0%} to {m['now/cuts']:.0%}, and the reward is {m['now/reward']:.2f} "
             f"after {m['best/reward']:.2f} at its best. It repeats itself, and has little left to learn from. {_LESS_DRASTIC} "
-            "Go on from a checkpoint before the fall."
+            f"{_GO_BACK}"
         ),
         is_fatal=True,
     ),
@@ -250,9 +271,7 @@ _SIGNS = (
         name="no_calls",
         keys=("tools/call_frequency",),
         shows=lambda m: m["tools/call_frequency"] == 0,
-        sentence=lambda _: (
-            "No tool was called. Say in the prompt that tools are to be used, train on calls first, or set `bootstrap_steps`."
-        ),
+        sentence=lambda m: f"No tool was called. {_what_calls_need(m, _ASK)}",
     ),
     _Sign(
         name="invalid_calls",
@@ -279,7 +298,7 @@ _SIGNS = (
         keys=_TREND_KEYS,
         shows=_is_cut_more,
         sentence=lambda m: (
-            f"More and more trajectories are cut before they end by themselves ({m['start/cuts']:.0%} at the start, now "
+            f"More and more trajectories are cut before they end by themselves ({_cuts_before(m):.0%} at the start, now "
             f"{m['now/cuts']:.0%}): the policy learns to go on without an end. Check that no reward is paid to a trajectory "
             '`stop_reason` of which is not "answered", lower `learning_rate`, or set `max_turn_tokens`.'
         ),
@@ -384,7 +403,7 @@ class Health:
         return self.note(sign.name, sentence, step, is_fatal=sign.is_fatal)
 
     def _with_trends(self, metrics: Metrics) -> dict[str, float]:
-        """Add to the metrics of a batch what they were at the start, are now, and were at their best."""
+        """Add to the metrics of a batch what they were in the first one, were at the start, are now, and were at their best."""
         seen = dict(metrics)
         if "frac_reward_zero_std" in metrics:
             self._flat.append(metrics["frac_reward_zero_std"])
@@ -397,6 +416,7 @@ class Health:
         self._num_batches += 1
         for name, trend in self._trends.items():
             trend.add(seen[name])
+            seen[f"first/{name}"] = trend.first[0]
             if self._num_batches >= 2 * WINDOW:  # before, the start and now are the same batches
                 seen |= {f"start/{name}": trend.start, f"now/{name}": trend.now, f"best/{name}": trend.best}
         return seen

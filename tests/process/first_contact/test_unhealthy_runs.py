@@ -109,17 +109,15 @@ def test_a_policy_that_collapses_stops_the_run(
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "entropy" in line]
-    assert steps[0]["stop/max_tokens"] < 0.2 < 0.5 < steps[-1]["stop/max_tokens"]
-    assert steps[-1]["entropy"] < 0.25 * steps[0]["entropy"]
+    assert steps[0]["stop/max_tokens"] < 0.5 < 0.8 < steps[-1]["stop/max_tokens"]
+    # It often rises at first, as the first update makes the policy look for what is paid.
+    assert steps[-1]["entropy"] < 0.25 * max(line["entropy"] for line in steps)
     assert said.status == 1
-    # By whichever it reaches first: what has collapsed has no spread either, and may have unlearnt to call. It differs by seed and processor.
-    ends = (
-        "The policy has collapsed: its entropy fell from",
-        "all attempts of each group had the same reward",
-        "The policy has called no tool",
-    )
-    assert any(each in said.err.splitlines()[-1] for each in ends)
+    # Which of the two comes first differs by seed and processor. Both say what to do about it.
+    ends = ("The policy has collapsed: its entropy fell from", "It called some before it was trained (")
+    last = said.err.splitlines()[-1]
+    assert any(each in last for each in ends)
+    assert "Lower `learning_rate`" in last
     assert "WARNING: Step" in said.terminal
-    assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert len(steps) < 60
     assert (tmp_path / "run" / f"checkpoint-{steps[-1]['step']}").is_dir()

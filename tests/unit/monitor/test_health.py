@@ -121,6 +121,39 @@ def test_a_policy_that_collapses_is_stopped_and_its_cuts_are_told_before() -> No
     assert min(note.step for note in notes if note.name == "rising_cuts") < fatal[0].step <= 24
 
 
+def test_a_collapse_that_takes_one_update_is_one_too() -> None:
+    fine = {"stop/max_tokens": 0.05, "stop/max_turns": 0.0, "stop/answered": 0.95}
+    cut = {"stop/max_tokens": 0.98, "stop/max_turns": 0.0, "stop/answered": 0.02}
+    entropies = (0.4, 0.5, 0.2, 0.1, *[0.01] * 8)
+    notes = notes_of([fine, *(cut | {"entropy": each} for each in entropies)])
+    (fatal,) = (note for note in notes if note.is_fatal)
+    assert fatal.name == "collapse"
+    assert "cut trajectories went from 5% to 98%" in fatal.sentence
+    assert "(5% at the start, now 98%)" in next(note.sentence for note in notes if note.name == "rising_cuts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "advice"),
+    [
+        ({}, "never_calls", "sft_warmup.py"),
+        ({}, "no_calls", "train on calls first"),
+        ({"reward": 0.0} | FLAT, "no_signal", "sft_warmup.py"),
+    ],
+)
+def test_a_policy_that_has_unlearnt_to_call_is_told_from_one_that_never_could(
+    changes: dict[str, float], name: str, advice: str
+) -> None:
+    silent = changes | {"tools/call_frequency": 0.0}
+    never, unlearnt = (
+        next(note for note in notes_of(before + [silent] * 6) if note.name == name)
+        for before in ([], [{"tools/call_frequency": 1.3}])
+    )
+    assert advice in never.sentence
+    assert "It called some before it was trained (1.3 calls a trajectory)" in unlearnt.sentence
+    assert "Lower `learning_rate`" in unlearnt.sentence
+    assert advice not in unlearnt.sentence
+
+
 def test_entropy_may_fall_to_nothing_while_the_reward_rises() -> None:
     assert notes_of(trend({"entropy": 0.3, "reward": 0.2}, {"entropy": 0.01, "reward": 0.95}, 40)) == []
 
