@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Schema = Mapping[str, Any]
+
+# Read as a call, although the template also names the language of the block.
+_CALL_IN_PLAIN_FENCE = r'/```\s*\{\s*"name"\s*:/'
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -169,6 +172,8 @@ class _Writer:
         # with other whitespace, and what they then write is still read as a call.
         self._opens_by_token = isinstance(parts(call.trigger)[0], int)
         self._opener = call.trigger if self._opens_by_token else spelled(plain(call.trigger).split()[0])
+        opener = call.spelling.shown(self._opener)
+        self._markers = [json.dumps(opener)] + [_CALL_IN_PLAIN_FENCE] * opener.startswith("```")
         blanks, _, self._rest = (call.trigger + call.before_name).partition(self._opener)
         self._header = _piece(call.header + blanks)
 
@@ -186,20 +191,25 @@ class _Writer:
         """Yield the rules of a turn: free text, and where calls may be."""
         ids = {literal: i for i, literal in self.special.items()}
         reasoning = next((tags for tags in REASONING_TAGS if all(tag in ids for tag in tags)), ())
-        markers = [self._call.spelling.shown(self._opener), *reasoning]
+        markers = {self._call.spelling.shown(self._opener), *reasoning}
         controls = self.special.keys() - self._ends - {ids.get(marker) for marker in markers}
         yield "end: " + _one_of(self._ends)
         yield "ANY: /(?s:.*)/"
         # A marker must be written as its token, not in letters.
-        yield f"TEXT: /(?s:.+)/ & ~({_containing(markers)})"
-        yield "plain: TEXT?" + (f" ({_one_of(controls)} TEXT?)*" if controls else "")
-        endings = ["end", *(["calls"] if has_tools else [])]
+        yield f"TEXT: /(?s:.+)/ & ~({_containing([*self._markers, *map(json.dumps, reasoning)])})"
+        control = _one_of(controls) if controls else None
+        yield "plain: TEXT?" + (f" ({control} TEXT?)*" if control else "")
+        endings = ["plain end"]
+        if has_tools and self._opens_by_token:
+            endings.append("plain calls")
+        elif has_tools:  # whose first terminal has the text before it
+            endings.append(f"(TEXT? {control})* calls" if control else "calls")
         if not reasoning:
-            yield "start: plain (" + " | ".join(endings) + ")"
+            yield "start: " + " | ".join(endings)
             return
         opened, closed = (_one_of({ids[tag]}) for tag in reasoning)
         # A call inside reasoning is not read as one.
-        yield f"answer: plain ({opened} plain {closed} plain)* ({' | '.join([*endings, f'{opened} plain end'])})"
+        yield f"answer: (plain {opened} plain {closed})* ({' | '.join([*endings, f'plain {opened} plain end'])})"
         yield "start: " + (f"plain (end | {closed} answer)" if self._call.reasoning.is_open else "answer")
 
     def _calls(self, tools: Sequence[Schema]) -> Iterator[str]:
@@ -209,7 +219,7 @@ class _Writer:
         first = again = _written(self._opener)
         if not self._opens_by_token:
             # One terminal with the text before it, which would swallow the opening otherwise.
-            yield f"OPENED: (ANY & ~({_containing([plain(self._opener)])})) {again}"
+            yield f"OPENED: (ANY & ~({_containing(self._markers)})) {again}"
             first = "OPENED"
         between = "" if call.between is None else f" ({_written(call.between)} {again} call)*"
         yield f"calls: {first} call{between} {_written(call.after_last + call.end)}"
@@ -224,7 +234,7 @@ class _Writer:
     def _raw_value(self, notation: Flat) -> Iterator[str]:
         """Yield the rules of a text without quotes, up to its closing tag."""
         after_value = notation.after_value or ""
-        tags = _containing(self._call.spelling.shown(after_value + notation.closing).split())
+        tags = _containing(map(json.dumps, self._call.spelling.shown(after_value + notation.closing).split()))
         ending = parts(after_value)[0]
         if isinstance(ending, int):
             yield f"VALUE: /(?s:.+)/ & ~({tags})"
@@ -299,8 +309,8 @@ def _one_of(token_ids: Any) -> str:
     return f"<[{','.join(map(str, sorted(token_ids)))}]>"
 
 
-def _containing(literals: Sequence[str]) -> str:
-    return f"ANY ({' | '.join(map(json.dumps, literals))}) ANY"
+def _containing(terminals: Iterable[str]) -> str:
+    return f"ANY ({' | '.join(terminals)}) ANY"
 
 
 def _types(schema: Any, root: Schema, max_depth: int = 8) -> set[str]:

@@ -14,7 +14,8 @@ from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser  # noqa: T
 
 
 _OPENING = re.compile(r'```(?:json)?\s*(?=\{\s*"name"\s*:)')
-_CLOSING = re.compile(r"(?:\n|(?<=\}))```")
+_CLOSING = re.compile(r"\s*```")
+_CLOSING_OF_NO_JSON = re.compile(r"\n```")
 # What may yet become an opening: some of its fence, or all of that and some of what must follow.
 _UNFINISHED_OPENING = re.compile(r'`{1,2}\Z|```(?:j(?:s(?:on?)?)?)?\s*(?:\{\s*(?:"(?:n(?:a(?:me?"?)?)?)?\s*)?)?\Z')
 
@@ -49,11 +50,12 @@ class FencedJSONToolParser(Hermes2ProToolParser):
     def _extract_tool_call_jsons(self, text: str) -> list[tuple[str, bool]]:
         found, position = [], 0
         while opening := _OPENING.search(text, position):
-            closing = _CLOSING.search(text, opening.end())
+            start = opening.end()
+            end = _end_of_json(text, start)
+            closing = _CLOSING_OF_NO_JSON.search(text, start) if end is None else _CLOSING.match(text, end)
             if closing is None:
-                body = text[opening.end() :].rstrip("`").strip()
-                return [*found, (body, _is_complete(body))]
-            found.append((text[opening.end() : closing.start()].strip(), True))
+                return [*found, (text[start:end].rstrip("`").strip(), end is not None)]
+            found.append((text[start : closing.start()].strip(), True))
             position = closing.end()
         return found
 
@@ -63,12 +65,12 @@ class FencedJSONToolParser(Hermes2ProToolParser):
         return opening.start() if opening else -1
 
 
-def _is_complete(text: str) -> bool:
+def _end_of_json(text: str, start: int) -> int | None:
+    """Return where JSON ends that begins there, whatever its texts look like; nothing if it breaks off, or is none."""
     try:
-        json.loads(text)
+        return json.JSONDecoder().raw_decode(text, start)[1]
     except ValueError:
-        return False
-    return True
+        return None
 
 
 ToolParserManager.register_module("fenced_json", module=FencedJSONToolParser)

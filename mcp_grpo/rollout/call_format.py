@@ -107,6 +107,10 @@ _PRELUDE = (
 """
 )
 
+_OPENING = r'```(?:json)?\s*(?=\{\s*"name"\s*:)'
+# A text in JSON has no line break, and is followed by its quotation mark: so what looks like this in a text closes nothing.
+_CLOSING = rf'(?:\n```|(?<=\}})```(?=[^\n"`]*+(?:\n|\Z|{_OPENING})))\s*'
+
 _ASKED = "it was asked for"
 _CALL = {"type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
 _TURN = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
@@ -342,8 +346,8 @@ def _set_parser(tokenizer: Any) -> None:
     endings = sorted({ending, tokenizer.eos_token or ending}, key=len, reverse=True)
     fields: dict[str, Any] = {
         "tool_calls": {
-            "open_pattern": r'```(?:json)?\s*(?=\{\s*"name"\s*:)',
-            "close_pattern": r"(?:\n|(?<=\}))```\s*",
+            "open_pattern": _OPENING,
+            "close_pattern": _CLOSING,
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},

@@ -8,6 +8,8 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mcp_grpo.rollout import set_call_format
+
 
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _QWEN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -84,8 +86,15 @@ FAMILIES = {
     "gemma4_v5": _GEMMA_FAMILY,
 }
 
-ONE_PER_FORMAT = ("qwen3", "qwen3_6", "llama3_1", "glm4moe", "gptoss", "lfm2_v2", "gemma4_v5")
-EVERY_FAMILY = [name if name in ONE_PER_FORMAT else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+FENCED = "_json"
+FENCED_FAMILIES = [f"{name}{FENCED}" for name in ("qwen2_5", "qwen3", "llama3_1", "lfm2_v2", "gemma4_v5")]
+"""Families whose calls are in fenced JSON, as `call_format="json"` makes them: with and without reasoning and tags of their own."""
+
+ONE_PER_FORMAT = ("qwen3", "qwen3_6", "llama3_1", "glm4moe", "gptoss", "lfm2_v2", "gemma4_v5", "qwen2_5_json")
+EVERY_FAMILY = [
+    name if name in ONE_PER_FORMAT else pytest.param(name, marks=pytest.mark.full)
+    for name in [*FAMILIES, *FENCED_FAMILIES]
+]
 """All families, for tests that take long: those that write calls as another one does are left to `make test-all`."""
 
 
@@ -93,11 +102,13 @@ def family_tokenizer(
     name: str, merges: tuple[tuple[str, str], ...] = (), *, by_words: bool = False
 ) -> PreTrainedTokenizerFast:
     """
-    A byte-level tokenizer with the family's control tokens and its stock chat template.
+    A byte-level tokenizer with the family's control tokens and its stock chat template, around which `_json` at the end of
+    the name puts the one that writes calls in fenced JSON.
 
     Merges reach over any border, unless a text is split by words before.
     """
-    family = FAMILIES[name]
+    own_name = name.removesuffix(FENCED)
+    family = FAMILIES[own_name]
     vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(vocabulary)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words or not merges)
@@ -107,10 +118,12 @@ def family_tokenizer(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=family.ends[0], pad_token=family.ends[-1], bos_token=family.bos
     )
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{own_name}.jinja").read_text()
+    if name != own_name:
+        set_call_format(tokenizer, "json")
     return tokenizer
 
 
 def end_of_turn_ids(name: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The ids at which a turn of the family ends."""
-    return [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].ends]
+    return [tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name.removesuffix(FENCED)].ends]

@@ -234,7 +234,7 @@ def test_vllm_s_parser_reads_what_the_family_s_template_writes(family: str) -> N
     assert json.loads(found.function.arguments) == arguments
 
 
-FENCED = 'I add.\n```json\n{"name": "weather", "arguments": {"city": "Paris ``` é"}}\n```\n```json\n{"name": "add", "arguments": {}}\n```'
+FENCED = 'I add.\n```json\n{"name": "weather", "arguments": {"city": "{Paris}``` é"}}\n```\n```json\n{"name": "add", "arguments": {}}\n```'
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def fenced_parser(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("turn", "content", "calls"),
     [
-        (FENCED, "I add.", [("weather", {"city": "Paris ``` é"}), ("add", {})]),
+        (FENCED, "I add.", [("weather", {"city": "{Paris}``` é"}), ("add", {})]),
         ("It is 5.", "It is 5.", []),
         ('As JSON:\n```json\n{"sum": 5}\n```', 'As JSON:\n```json\n{"sum": 5}\n```', []),
         ('```json\n{"name": "add", "arguments": {\n```', '```json\n{"name": "add", "arguments": {\n```', []),
@@ -281,7 +281,7 @@ def test_calls_in_fenced_json_are_streamed(fenced_parser: Any, width: int) -> No
             arguments[call.index] += call.function.arguments or ""
     assert content == "I add.\n"
     assert names == ["weather", "add"]
-    assert [json.loads(each) for each in arguments] == [{"city": "Paris ``` é"}, {}]
+    assert [json.loads(each) for each in arguments] == [{"city": "{Paris}``` é"}, {}]
 
 
 def test_a_policy_with_calls_in_fenced_json_is_served_with_its_parser(tmp_path: Path) -> None:

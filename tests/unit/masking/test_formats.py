@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from helpers.families import FAMILIES, end_of_turn_ids, family_tokenizer
+from helpers.families import FAMILIES, FENCED_FAMILIES, end_of_turn_ids, family_tokenizer
 
 from mcp_grpo.errors import CatalogError, SettingsError, TemplateError
 from mcp_grpo.masking import grammar as grammar_module
@@ -17,7 +17,7 @@ from mcp_grpo.tools.arguments import compiled, problems
 
 
 REFUSED = ("lfm2", "gemma4")
-SUPPORTED = [family for family in FAMILIES if not family.startswith(REFUSED)]
+SUPPORTED = [*(family for family in FAMILIES if not family.startswith(REFUSED)), *FENCED_FAMILIES]
 
 WORD = {"type": "string", "maxLength": 8}
 MODE = {"enum": ["fast", "slow"], "type": "string"}

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcp_grpo.masking.roles import SyntaxRoles
 from mcp_grpo.masking.vocabulary import Vocabulary
+from mcp_grpo.rollout import Renderer
 from mcp_grpo.types import TokenRole
 
 
@@ -23,7 +24,7 @@ NAMES = ["look", "look_up", "lose"]
 # Letters that occur nowhere in a call but in its values.
 LETTERS = "ZQÉ東🎉"
 WORDS = "true|false|null|True|False|None"
-JSON_FAMILIES = [full("qwen2_5"), "qwen3", "llama3_1", full("gptoss")]
+JSON_FAMILIES = [full("qwen2_5"), "qwen3", "llama3_1", full("gptoss"), "qwen2_5_json"]
 
 
 class Writer:
@@ -34,6 +35,7 @@ class Writer:
         self.ends = end_of_turn_ids(family, self.tokenizer)
         self.roles = SyntaxRoles(self.tokenizer, end_of_turn_ids=self.ends)
         self.vocabulary = Vocabulary(self.tokenizer)
+        self.renderer = Renderer(self.tokenizer, end_of_turn_ids=self.ends)
         self.prompt = self._render([], add_generation_prompt=True)
 
     def _render(self, messages: list, **kwargs: Any) -> str:
@@ -51,6 +53,11 @@ class Writer:
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def read(self, text: str, tools: list) -> list[tuple[str, Any]]:
+        """The calls of a turn as the rollout reads them."""
+        prompt = self.renderer.prompt_ids([{"role": "user", "content": "question"}], tools)
+        return [(call.name, call.arguments) for call in self.renderer.parse(prompt, self.ids(text), tools).calls]
 
     def is_forced(self, text: str, tools: list) -> list[bool]:
         """One entry per byte of a turn, by the tokens it is in."""
@@ -157,6 +164,7 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"])),
     st.text('"{}[],:\\ \nan', max_size=12),
     st.sampled_from(['", "', "}}", '"}}\n', '{"name": "look", "arguments": {', "\\", "\\u0022", " to=functions.look"]),
+    st.lists(st.sampled_from(["```", "```json\n", "}", "\n", '{"name": "', " "]), max_size=6).map("".join),
 )
 
 
@@ -170,6 +178,7 @@ def test_any_json_survives_and_stays_a_choice(family: str, data: st.DataObject) 
     turn, parts = writer(family).turn(name, arguments), written(arguments)
     before, found, _ = turn.partition("".join(part for part, _ in parts))
     assert found
+    assert writer(family).read(turn, tools) == [(name, arguments)]
     is_forced = writer(family).is_forced(turn, tools)
     assert any(is_forced)
     start = len(before.encode())
@@ -208,7 +217,7 @@ def test_a_turn_that_breaks_off_has_nothing_forced(family: str, data: st.DataObj
     assert TokenRole.FORCED not in writes.roles.roles(ids[:length], tools)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "llama3_1", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "llama3_1", "gemma4", "qwen2_5_json"])
 @given(data=st.data())
 @settings(QUICK, max_examples=15)
 def test_a_token_is_forced_if_all_its_bytes_are_however_the_text_is_cut(family: str, data: st.DataObject) -> None:

@@ -74,7 +74,7 @@ def test_calls_are_written_and_read_alike_in_the_format_of_any_family(family: st
     prompt = renderer.prompt_ids(ASKED, [ADD])
     text = tokenizer.decode(prompt)
     assert text.index("Be brief.") < text.index(json.dumps(ADD["function"])) < text.index("2+3?")
-    arguments: dict[str, Any] = {"a": 2, "note": 'a "quote", ```fences``` and \n lines'}
+    arguments: dict[str, Any] = {"a": 2, "note": 'a "quote", ```fences```, {one after a brace}``` and \n lines'}
     message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {}}] * 2}
     message["tool_calls"] = [
         {"type": "function", "function": {"name": "add", "arguments": each}} for each in (arguments, {"a": 3})
@@ -94,11 +94,25 @@ def test_what_is_said_before_a_call_is_kept() -> None:
     assert (parsed.message["content"], parsed.calls) == ("I add.", (ToolCall(name="add", arguments={"a": 2}),))
 
 
+@pytest.mark.parametrize("ending", ["\n```", "```", "``` Done.", "``` Done.\n", "\n``` ```json {}\n```"])
+def test_a_call_ends_at_the_fence_that_follows_it_and_at_none_in_its_texts(ending: str) -> None:
+    tokenizer = plain_tokenizer()
+    set_call_format(tokenizer, "json")
+    renderer = renderer_of(tokenizer)
+    notes = ["{}```", "{}``` ", '{}```json {"name":', "{}``` Done."]
+    for note in notes:
+        block = "```json\n" + json.dumps({"name": "add", "arguments": {"a": 2, "note": note}})
+        turn = ids(tokenizer, f"{block}``` {block}{ending}<|im_end|>")
+        parsed = renderer.parse(renderer.prompt_ids(ASKED, [ADD]), turn, [ADD])
+        assert parsed.calls == (ToolCall(name="add", arguments={"a": 2, "note": note}),) * 2
+
+
 @pytest.mark.parametrize(
     ("text", "is_malformed"),
     [
         ('```json\n{"name": "add", "arguments": {"a": 2}\n```', True),
         ('```json\n{"name": "add"', True),
+        ('```json\n{"name": "add", "arguments": {"note": "}```"}\n```', True),
         ('```json\n{"name": "add", "arguments": 3}\n```', True),
         ('It is this:\n```json\n{"sum": 5}\n```', False),
         ("```python\nprint(5)\n```", False),
@@ -227,6 +241,10 @@ def test_under_a_constraint_a_block_is_a_valid_call_and_other_text_is_free() -> 
     assert accepts("It is 5.")
     assert not accepts('```json\n{"name": "subtract')
     assert not accepts('```json\n{"name": "add", "arguments": {"b')
+    # Without the name of a language a block is read as a call, too; others are none.
+    assert not accepts('```\n{"name": "subtract", "arguments": {}}')
+    assert not accepts('No: ``` { "name" :')
+    assert accepts('```\n{"sum": 5}\n```\n```python\nprint({"name": 5})\n```')
 
 
 # ---- What is chosen ----
