@@ -48,6 +48,12 @@ def same_process(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
+def own_precision() -> None:
+    """Takes from an accelerator that a test makes the mixed precision that another module's had."""
+    AcceleratorState._reset_state()
+
+
 def one_thread() -> None:
     """Models this small are slower on more threads."""
     torch.set_num_threads(1)
