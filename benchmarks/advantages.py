@@ -10,9 +10,8 @@ For each seed one model is warmed up as the quickstart does it, and every mode s
 - `harder`: only tasks of two and three calls, on the same servers, with one turn to spare; and beside the 1 for the answer a
   reward for each turn: -0.1 if it has a call that does not lead to the answer, or one that was made before, 0 otherwise.
 
-The modes `group`, `group_turn`, `gae` and `hybrid` are `advantage_mode`s of `MCPGRPOTrainer`. Advantages of `group` and `trl` are not
-scaled (`scale_rewards="none"`, as of the quickstart); those of the other three are divided by their standard deviation over the
-batch, as always. So a difference between `group` and the others may be one of step size. The value head learns with a rate of 2e-3,
+The modes `group`, `group_turn`, `gae` and `hybrid` are `advantage_mode`s of `MCPGRPOTrainer`. Advantages are not scaled in any of them, nor in
+`trl` (`scale_rewards="none"`, as of the quickstart). The value head learns with a rate of 2e-3,
 as the policy does: the default is for longer runs of larger models. `hybrid` may rely on it after 20 updates, half of the run. `trl` is stock `trl.GRPOTrainer(tools=...)` with functions that call the same servers, from the same
 prompts, with the same settings. There, a call that cannot be read is taken for the answer, rewards for turns are added up, all
 tasks of a set have the turns of the longest, and held-out tasks are attempted by `evaluate`.
@@ -58,7 +57,7 @@ from rich.table import Table
 
 
 VALUE_HEAD = {"value_learning_rate": 2e-3}
-# `scale_rewards="none"` is the quickstart's, and holds for `group` and `trl`.
+# `scale_rewards="none"` is the quickstart's, and holds for all.
 MODES: dict[str, dict[str, Any]] = {
     "group": {"advantage_mode": "group"},
     "group_turn": {"advantage_mode": "group_turn"},

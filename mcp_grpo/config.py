@@ -60,7 +60,8 @@ REMOVED: Mapping[str, Removed] = {
         "what is sampled is what is trained on. If the policy seldom calls a tool, warm it up, or set `bootstrap_steps`",
     ),
     "advantage_scale": Removed(
-        "batch", "turn-level advantages are always divided by their standard deviation over the batch"
+        _NO_DEFAULT,
+        'turn-level advantages are divided by their standard deviation over the batch, unless `scale_rewards` is "none"',
     ),
     "value_head": Removed(
         None, 'there is a linear value head exactly where `advantage_mode` is "gae" or "hybrid". Set `advantage_mode`'
@@ -379,7 +380,8 @@ class MCPGRPOConfig(GRPOConfig):
         "the return from each turn on with those of the group's other attempts; `gae` with a value head, by "
         "generalised advantage estimation over turns; `hybrid` mixes both, by how well the value head does. `auto` is "
         "`group_turn` from the first batch on in which a reward function pays a turn before the last, and `group` "
-        "else; the run says which, and why.",
+        'else; the run says which, and why. With `scale_rewards="none"` none of them divides advantages; else all but `group` divide by the spread of '
+        "the batch.",
         choices=["auto", "group", "group_turn", "gae", "hybrid"],
     )
     gamma: float | None = _setting(

@@ -872,6 +872,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         turn_ids = columns.get("turn_ids")
         if turn_ids is None:
             turn_ids = turns_of(columns["completion_mask"], columns.get("tool_mask", 1))
+            is_scaled=self.scale_rewards != "none",
         turn_ids = turn_ids.masked_fill(rewards.isnan().all(dim=1, keepdim=True), -1)
         counts = (turn_ids.amax(dim=1) + 1).tolist()
         added: Columns = turn_columns(

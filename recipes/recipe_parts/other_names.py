@@ -141,7 +141,7 @@ EXPLAINED: Mapping[str, str] = {
     "use_critic": 'is `advantage_mode="gae"` or `"hybrid"`',
     **dict.fromkeys(
         ("whiten_advantages", "normalize_advantages"),
-        'is `scale_rewards` with `advantage_mode="group"`; in the other modes advantages always are',
+        "is `scale_rewards`",
     ),
     **dict.fromkeys(
         ("value_clip", "cliprange_value", "vf_clip_range"),

@@ -4,7 +4,8 @@
     A_{i,k} = (G_{i,k} - mean_{j != i} G_{j,k}) / s
 
 `G_{i,k}` is the discounted return of attempt `i` from turn `k` on. Where fewer than two others reached turn `k`, their whole
-returns `G_{j,0}` are averaged instead. `s` is the standard deviation of these advantages over the batch, at least `MIN_SCALE`.
+returns `G_{j,0}` are averaged instead. `s` is 1 with `scale_rewards="none"`, as in `group`; else the standard deviation of these
+advantages over the batch, at least `MIN_SCALE`.
 """
 
 from typing import Any
@@ -65,6 +66,7 @@ def turn_columns(
     *,
     gamma: float,
     accelerator: Any,
+    is_scaled: bool = True,
     value_weight: float = 0.0,
 ) -> dict[str, torch.Tensor]:
     """
@@ -81,6 +83,8 @@ def turn_columns(
             Discount from one turn to the next.
         accelerator (`accelerate.Accelerator`):
             Knows the other ranks.
+        is_scaled (`bool`, *optional*, defaults to `True`):
+            Whether advantages are divided by their spread over the batch.
         value_weight (`float`, *optional*, defaults to `0.0`):
             How much of the advantages comes from values. All modes divide by the same number, unless no group has any spread
             to speak of: it would blow up what values say, which is then divided by 1.
@@ -98,7 +102,7 @@ def turn_columns(
     baseline, has_baseline = turn_baseline(returns, counts, group_size)
     advantages = torch.where(has_baseline, returns - baseline, 0.0)
     divisor = rewards.new_ones(())
-    if has_baseline.any():
+    if is_scaled and has_baseline.any():
         spread = advantages[has_baseline].std(correction=0)
         of_values = torch.where(spread >= MIN_SCALE, spread, 1.0)
         divisor = torch.lerp(spread.clamp(min=MIN_SCALE), of_values, value_weight)

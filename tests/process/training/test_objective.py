@@ -173,6 +173,29 @@ def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: s
     with make_trainer(tmp_path, adding_model, reward=[faulty_turns, exact_answer], max_steps=1) as trainer:
         trainer.train()
     entry = steps(trainer)[0]
+@pytest.mark.parametrize("scaling", ["none", "batch"])
+def test_turns_of_one_reward_have_the_advantages_of_their_trajectories_where_those_are_not_scaled(
+    tmp_path: Path, adding_model: str, scaling: str
+) -> None:
+    def alternating(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        return [10.0 * (i % 2) for i in range(len(trajectory))]
+
+    changes = {"advantage_mode": "group_turn", "gamma": 1.0, "scale_rewards": scaling}
+    with make_trainer(tmp_path, adding_model, Spy, alternating, max_steps=1, **changes) as trainer:
+        trainer.train()
+    [batch] = trainer.batches
+    rewards = trainer._rewards[:, 0]
+    as_group = (
+        (rewards - rewards.mean()).float().sort().values * 8 / 7
+    )  # with a baseline of the seven others, not of all eight
+    first = batch["advantages"][:, 0].sort().values  # rows were put into another order
+    if scaling == "none":
+        torch.testing.assert_close(first, as_group)
+    else:
+        torch.testing.assert_close(first, as_group / batch["advantage_scale"])
+        assert batch["advantage_scale"] > 5
+
+
     assert entry["rewards/faulty_turns/mean"] == pytest.approx(entry["rewards/exact_answer/mean"] + 0.25)
 
 

@@ -625,6 +625,17 @@ def test_all_modes_divide_by_the_same_number_where_groups_have_spread(share: flo
     assert scales[0] == scales[1] == scales[2]
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_no_mode_divides_where_rewards_are_not_scaled(weight: float) -> None:
+    rewards = torch.tensor([[3.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
+    turn_ids = torch.zeros(4, 1, dtype=torch.long)
+    found = turn_columns(
+        turn_ids, rewards, 4, gamma=1.0, accelerator=Accelerator(), is_scaled=False, value_weight=weight
+    )
+    assert found["advantage_scale"] == 1
+    assert found["turn_advantages"].flatten().tolist() == [3, -1, -1, -1]
+
+
 def test_values_are_not_blown_up_where_all_groups_did_the_same_and_the_group_alone_is_as_ever() -> None:
     rewards = torch.ones(64, 1, dtype=torch.float64)
     turn_ids = torch.zeros(64, 1, dtype=torch.long)
