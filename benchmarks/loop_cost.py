@@ -94,9 +94,9 @@ class Books:
 @contextmanager
 def anew() -> Iterator[None]:
     """Keep no tokens, and leave Python's search for garbage as it is."""
-    sizes = ((renderer, "NUM_PROMPTS"), (renderer, "NUM_SUFFIXES"), (prompt_encoder, "NUM_HEADS"))
+    sizes = ("NUM_PROMPTS", "NUM_SUFFIXES", "NUM_COUNTS")
     with ExitStack() as stack:
-        for module, name in sizes:
+        for module, name in (*((renderer, name) for name in sizes), (prompt_encoder, "NUM_HEADS")):
             stack.enter_context(patch.object(module, name, 0))
         stack.enter_context(patch("gc.freeze"))
         yield

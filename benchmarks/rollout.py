@@ -10,9 +10,9 @@ token. Call number k of trajectory i takes equally long for all contenders:
 - "TRL" is `GRPOTrainer(tools=...)._generate` with vLLM in process. Its tools are functions that sleep.
 - "ours" is `RolloutEngine` with `VLLMGenerator` on the very engine of that trainer.
 - "ours, engine apart" is the same on an engine that has a process of its own (`--parts process apart`).
-- "ours, server" is the same with `VLLMServerGenerator`, and "TRL async" the rollout worker of `trl.experimental.async_grpo`,
-  one coroutine per trajectory without its queue and its scoring; both on one vLLM server that is started for them
-  (`--parts server`).
+- "ours, server" is the same with `VLLMServerGenerator`, "ours, server's text" with one that asks for completions instead of token ids,
+  and "TRL async" the rollout worker of `trl.experimental.async_grpo`, one coroutine per trajectory without its queue and its scoring; all
+  on one vLLM server that is started for them (`--parts server`).
 
 Our tools are those of a real MCP server process over stdio (`--tools mcp`), or coroutines that sleep (`--tools sleep`).
 
@@ -87,7 +87,9 @@ NUM_CALLS = 3
 NONE, TAIL = "0", "tail0.45"
 NAMES = {NONE: "none", "0.1": "0.1 s", TAIL: "0.45 s, heavy tail", "2": "2 s"}
 TRL, OURS, APART, SERVED, ASYNC = "TRL", "ours", "ours, engine apart", "ours, server", "TRL async"
+AS_TEXT = "ours, server's text"
 STYLES = {TRL: ("s-", "C3"), OURS: ("o-", "C0"), APART: ("o:", "C0"), SERVED: ("^--", "C0"), ASYNC: ("v--", "C3")}
+STYLES |= {AS_TEXT: ("^:", "C0")}
 JUDGED = 64  # trajectories
 MANY = 512
 MIN_SPEEDUP = 15.0
@@ -578,11 +580,15 @@ def run_on_server(run: Run, folder: str, ours: Ours, output: Path) -> None:
     start = time.perf_counter()
     cells = [cell for cell in run.cells if cell.num_trajectories <= arguments.server_max]
     number = max(arguments.trajectories)
-    with Server(folder, arguments.device, arguments.eager, number, output / "server.log") as server:
+    flags = ["--enable-scale-out"] if takes_flag("enable_scale_out") else []
+    with Server(folder, arguments.device, arguments.eager, number, output / "server.log", flags) as server:
         say(f"The server was up after {time.perf_counter() - start:.0f} s.")
-        generator = VLLMServerGenerator([server.url], model=lambda: folder, end_of_turn_ids=[])
+        generators = [VLLMServerGenerator([server.url], model=lambda: folder, end_of_turn_ids=[]) for _ in range(2)]
+        generators[1]._servers[0].takes_tokens = False
         warm = run.script(NONE, min(arguments.trajectories))
-        contenders: dict[str, Callable[[Script], float]] = {SERVED: partial(ours.run, generator)}
+        contenders: dict[str, Callable[[Script], float]] = {
+            name: partial(ours.run, generator) for name, generator in zip((SERVED, AS_TEXT), generators, strict=True)
+        }
         try:
             contenders[ASYNC] = AsyncWorker(server.url, folder, arguments).run
         except Exception as error:
@@ -596,7 +602,17 @@ def run_on_server(run: Run, folder: str, ours: Ours, output: Path) -> None:
                 run.problems.append(f"{name} failed: {error!r}")
                 continue
             run.measure(name, contender, cells, arguments.repeats)
-        generator.close()
+        for generator in generators:
+            generator.close()
+
+
+def takes_flag(name: str) -> bool:
+    """Tell whether this version's server has a flag."""
+    try:
+        module = import_module("vllm.entrypoints.launchers.cli_args")
+    except ModuleNotFoundError:
+        module = import_module("vllm.entrypoints.openai.cli_args")
+    return hasattr(module.FrontendArgs, name)
 
 
 def judge(run: Run) -> list[Check]:
@@ -629,7 +645,7 @@ def _check(claim: str, got: float, least: float) -> Check:
 
 def table(run: Run) -> str:
     """All cells."""
-    others = [name for name in (APART, SERVED, ASYNC) if any(name in cell.seconds for cell in run.cells)]
+    others = [name for name in (APART, SERVED, AS_TEXT, ASYNC) if any(name in cell.seconds for cell in run.cells)]
     header = ["latency", "trajectories", "TRL, s", "ours, s", "tokens/s, TRL", "tokens/s, ours", "times as fast"]
     header += ["bound, s", "bound / ours", *[f"{name}, s" for name in others]]
     rows = []

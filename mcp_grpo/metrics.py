@@ -27,6 +27,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
 
     sampled = [segment for trajectory in trajectories for segment in trajectory.segments if segment.sampled]
     num_sampled = sum(len(segment.token_ids) for segment in sampled)
+    reads = [read for trajectory in trajectories for read in trajectory.turn_reads]
     allowed = [logprob for segment in sampled for logprob in segment.allowed_logprobs or ()]
 
     def per_trajectory(total: float) -> Ratio:
@@ -49,6 +50,9 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Ratio]:
         "tools/seconds": per_call(sum(result.seconds for result in results)),
         "rollout/force_rate": Ratio(total=len(allowed), count=num_sampled),
         "rollout/neg_log_allowed": Ratio(total=-sum(allowed), count=len(allowed)),
+        "rollout/cached_fraction": Ratio(
+            total=sum(num_cached for _, num_cached in reads), count=sum(num_tokens for num_tokens, _ in reads)
+        ),
         "rollout/failed_fraction": per_trajectory(sum(trajectory.is_failed for trajectory in trajectories)),
         "rollout/left_out_fraction": per_trajectory(sum(not t.is_learnt_from for t in trajectories)),
         "rollout/shortened_fraction": per_trajectory(sum(len(t.views) > 1 for t in trajectories)),

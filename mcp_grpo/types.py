@@ -386,6 +386,8 @@ class Trajectory:
             taken to those of the policy that is trained.
         turn_seconds (`tuple[tuple[float, float], ...]`, *optional*):
             For each turn, how long it was generated and how long its calls took, waiting included.
+        turn_reads (`tuple[tuple[int, int], ...]`, *optional*):
+            For each turn of which the sampler knows it, how many tokens its prompt had, and how many of them were not computed anew.
         user_exchanges (`tuple[Exchange, ...]`, *optional*):
             Tool calls of the user with their results; their `turn` is the number of turns that the policy had had.
         staleness (`int`, *optional*, defaults to `0`):
@@ -416,6 +418,7 @@ class Trajectory:
     states: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_scripted: bool = False
     turn_seconds: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    turn_reads: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     user_exchanges: tuple[Exchange, ...] = ()
     staleness: int = 0
 

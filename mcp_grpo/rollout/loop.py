@@ -155,6 +155,7 @@ class Attempt:
         self._messages: list[Message] = []
         self._exchanges: list[Exchange] = []
         self._turn_seconds: list[tuple[float, float]] = []
+        self._turn_reads: list[tuple[int, int]] = []
         self._user_exchanges: tuple[Exchange, ...] = ()
         self._num_turns = 0
         self._pictures: tuple[Picture, ...] = ()  # in the history, in order
@@ -225,6 +226,7 @@ class Attempt:
             vocabulary=self._renderer.vocabulary,
             states=self.states,
             turn_seconds=tuple(self._turn_seconds),
+            turn_reads=tuple(self._turn_reads),
             user_exchanges=self._user_exchanges,
         )
         context_ids, start, end = trajectory.views[-1]
@@ -263,6 +265,8 @@ class Attempt:
             )
         parsed = self._renderer.parse(self._history, generation.token_ids, schemas)
         self._progress.num_tokens += len(generation.token_ids)
+        if generation.num_cached is not None:
+            self._turn_reads.append((len(self._history), generation.num_cached))
         self._progress.num_turns += 1
         self._seen = self._history + generation.token_ids
         self._append(

@@ -32,6 +32,7 @@ from mcp_grpo.types import Message, ToolCall
 
 
 NUM_PROMPTS, NUM_SUFFIXES = 256, 1024  # that are kept as tokens
+NUM_COUNTS = 256  # texts whose number of tokens is kept
 NUM_BEGUN = 32  # tokens at the end of a prompt, among which the policy's turn begins
 NUM_QUOTED = 24  # characters of a call that cannot be read, around the place where it goes wrong
 _QUOTED = re.compile(
@@ -100,6 +101,7 @@ class Renderer:
         # The attempts at a task begin alike, and often ask and are told the same.
         self._prompts: Recent[tuple[int, ...]] = Recent(NUM_PROMPTS)
         self._suffixes: Recent[tuple[int, ...]] = Recent(NUM_SUFFIXES)
+        self._counts: Recent[int] = Recent(NUM_COUNTS)
         if not supports_tool_calling(tokenizer):
             raise TemplateError(
                 "The tokenizer's chat template cannot render tool calls and tool results. Use a model with a "
@@ -445,6 +447,9 @@ class Renderer:
 
     def _num_tokens(self, text: str) -> int:
         """Return how many tokens a tool's text takes, as the template writes it."""
+        return self._counts.get(text, lambda: self._counted(text))
+
+    def _counted(self, text: str) -> int:
         message = {"role": "tool", "name": "probe", "content": text.encode("utf-8", "replace").decode()}
         content = self._rendered_content([message], self._frames([message]), 0)
         return len(self._encoded(content, [(0, len(content))]))

@@ -52,12 +52,15 @@ class Generation:
         allowed_logprobs (`tuple[float, ...]`, *optional*):
             `log Z` of each token: of the probability that the policy gave to all tokens the constraint allowed there, at
             the sampling temperature. `None` without a constraint.
+        num_cached (`int`, *optional*):
+            How many tokens of the prompt were not computed anew, because an earlier prompt began alike. `None` if not known.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     allowed_logprobs: tuple[float, ...] | None = None
+    num_cached: int | None = None
 
 
 def with_allowed_logprobs(generation: Generation, scores: Sequence[float]) -> Generation:

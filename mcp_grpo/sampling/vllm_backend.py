@@ -97,6 +97,8 @@ class VLLMBackend(VLLMGeneration):
         self._adapter: Any = None
         self._folder: Path | None = None
         self._end_processes: Callable[[], None] = lambda: None  # those of an engine apart
+        if kwargs["accelerator"].device.type == "cpu":
+            kwargs["enable_sleep_mode"] = False  # vLLM cannot sleep there, and has no GPU's memory to give back
         super().__init__(**kwargs)
 
     @property

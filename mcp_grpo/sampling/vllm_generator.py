@@ -5,9 +5,9 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mcp_grpo.errors import SamplerError
@@ -24,8 +24,8 @@ class _Request:
     prompt_ids: Sequence[int]
     params: Any
     request_id: str
+    result: asyncio.Future[Any]  # of the event loop that asks, which alone may set it
     pictures: Sequence[Picture] = ()
-    result: Future[Any] = field(default_factory=Future)
 
 
 class VLLMGenerator:
@@ -70,6 +70,7 @@ class VLLMGenerator:
             token_ids=tuple(completion.token_ids),
             logprobs=_sampled_logprobs(completion.token_ids, completion.logprobs, sampling),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            num_cached=output.num_cached_tokens,
         )
         if sampling.constraint is None:
             return generation
@@ -90,13 +91,13 @@ class VLLMGenerator:
         return [[row[token].logprob for token, row in rows]]
 
     async def _ask(self, prompt_ids: Sequence[int], params: Any, pictures: Sequence[Picture] = ()) -> Any:
-        request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}", pictures)
+        result = asyncio.get_running_loop().create_future()
+        request = _Request(prompt_ids, params, f"mcp-grpo-{next(self._numbers)}", result, pictures)
         self._inbox.put(request)
         try:
-            # The future stays pending until the engine is done, so that it can still be cancelled.
-            output = await asyncio.wrap_future(request.result)
+            output = await result
         finally:
-            if not request.result.done() or request.result.cancelled():
+            if not result.done() or result.cancelled():
                 self._inbox.put(request.request_id)
         if pictures and list(output.prompt_token_ids) != list(prompt_ids):
             raise SamplerError(
@@ -198,14 +199,14 @@ class VLLMGenerator:
                 lora_request=self._adapter(),
             )
         except Exception as error:  # only this request is refused
-            _resolve(request, SamplerError(f"vLLM refuses the request: {error}"))
+            _resolve([(request, SamplerError(f"vLLM refuses the request: {error}"))])
         else:
             self._under_way[request.request_id] = request
 
     def _step(self) -> None:
-        for output in self._engine.step():
-            if output.finished and (request := self._under_way.pop(output.request_id, None)):
-                _resolve(request, output)
+        finished = [output for output in self._engine.step() if output.finished]
+        asked = [(self._under_way.pop(output.request_id, None), output) for output in finished]
+        _resolve([(request, output) for request, output in asked if request is not None])
 
     def _drop(self, names: list[str]) -> None:
         if names:
@@ -215,8 +216,9 @@ class VLLMGenerator:
 
     def _fail(self, error: BaseException) -> None:
         # As our own error: a `KeyboardInterrupt` belongs to this thread, and would end the waiting event loop.
-        for request in self._under_way.values():
-            _resolve(request, SamplerError(f"Generation was cut off by {error!r}."))
+        _resolve(
+            [(request, SamplerError(f"Generation was cut off by {error!r}.")) for request in self._under_way.values()]
+        )
 
 
 def _prompt(prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Any]:
@@ -287,12 +289,24 @@ def _sampled_logprobs(token_ids: Sequence[int], flat: Any, sampling: Sampling) -
     return tuple(flat.logprobs)
 
 
-def _resolve(request: _Request, result: Any) -> None:
-    with suppress(InvalidStateError):  # nobody waits for it
+def _resolve(results: Sequence[tuple[_Request, Any]]) -> None:
+    """Tell those who wait for requests what came of them: each event loop once, as waking it takes a while."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for request, result in results:
+        by_loop.setdefault(request.result.get_loop(), []).append((request.result, result))
+    for loop, found in by_loop.items():
+        with suppress(RuntimeError):  # it is closed, and nobody waits there
+            loop.call_soon_threadsafe(_settle, found)
+
+
+def _settle(found: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in found:
+        if future.done():  # nobody waits for it any more
+            continue
         if isinstance(result, Exception):
-            request.result.set_exception(result)
+            future.set_exception(result)
         else:
-            request.result.set_result(result)
+            future.set_result(result)
 
 
 def _explained(error: Exception) -> SamplerError:

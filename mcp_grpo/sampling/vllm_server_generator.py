@@ -19,6 +19,7 @@ _HEALTH_TIMEOUT = 10.0
 _MAX_MISSED = 2  # failed health checks in a row before a server is lost
 _CONNECT_TIMEOUT = 10.0
 _MAX_CONNECTIONS = 512  # of a process to a server
+_NOT_UNDERSTOOD = (400, 404, 405, 422)  # a server without an endpoint, or with another form of it
 _BUSY = (429, 502, 503, 504)  # a server or proxy that did not take the request
 _MAX_BUSY = 6  # times in a row, with growing pauses of 15 seconds in all
 _MAX_KNOWN = 8192  # trajectories whose server is remembered
@@ -34,6 +35,8 @@ _PLAIN = {
     "skip_special_tokens": False,
     "return_token_ids": True,
 }
+_COMPLETIONS = "/v1/completions"
+_TOKENS = "/inference/v1/generate"  # token ids in and out, of which the server need not make text
 
 
 class _ServerLost(Exception):
@@ -45,6 +48,7 @@ class _Server:
     url: str
     num_under_way: int = 0
     num_trajectories: int = 0  # of those that are remembered
+    takes_tokens: bool | None = None  # at `_TOKENS`, once that is known
     lost: str | None = None  # the reason, if it is
 
 
@@ -201,15 +205,23 @@ class VLLMServerGenerator:
 
     async def _post(self, server: _Server, body: dict[str, Any]) -> dict[str, Any]:
         status, text = 0, ""
+        is_refused = False  # where token ids are taken
         for attempt in range(_MAX_BUSY):
+            in_tokens = server.takes_tokens is not False and "prompt_logprobs" not in body and not is_refused
+            path, sent = (_TOKENS, _in_tokens(body)) if in_tokens else (_COMPLETIONS, body)
             try:
-                async with self._connection().post(f"{server.url}/v1/completions", json=body) as response:
+                async with self._connection().post(server.url + path, json=sent) as response:
                     if response.status == 200:
                         choice = (await response.json())["choices"][0]
+                        if in_tokens or is_refused:
+                            server.takes_tokens = in_tokens
                         if choice["finish_reason"] in ("stop", "length"):
-                            return choice
+                            return _from_tokens(choice) if in_tokens else choice
                         # The server aborted it, which does not end the policy's turn.
                         status, text = 503, f"the turn ended with {choice['finish_reason']!r}"
+                    elif in_tokens and not server.takes_tokens and response.status in _NOT_UNDERSTOOD:
+                        is_refused = True  # if it is the request that is wrong, the other endpoint refuses it, too
+                        continue
                     else:
                         status, text = response.status, (await response.text())[:500]
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -246,6 +258,19 @@ class VLLMServerGenerator:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
             )
         return self._session
+
+
+def _in_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request for a completion in the form that `_TOKENS` takes. Beside what is named, its defaults are plain."""
+    named = ("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs", "structured_outputs")
+    params = {name: body[name] for name in named if name in body}
+    return {"model": body["model"], "token_ids": body["prompt"], "sampling_params": {**params, "detokenize": False}}
+
+
+def _from_tokens(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer of `_TOKENS` in the form of a completion."""
+    logprobs = [each["logprob"] for each in (choice["logprobs"] or {}).get("content") or ()]
+    return {**choice, "logprobs": {"token_logprobs": logprobs}}
 
 
 def _scoring(token_ids: Sequence[int]) -> dict[str, Any]:

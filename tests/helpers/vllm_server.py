@@ -75,7 +75,7 @@ def serve_sums(model: str, log: Path) -> Iterator[VLLMServer]:
         "logprobs-mode": "processed_logprobs",
         "max-lora-rank": 8,
     }
-    words = ["--enable-lora", *(f"--{name}={value}" for name, value in settings.items())]
+    words = ["--enable-lora", "--enable-scale-out", *(f"--{name}={value}" for name, value in settings.items())]
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with vllm_server(words, log, switches) as server:
         yield server

@@ -1,5 +1,7 @@
 """Figures about a batch of trajectories."""
 
+from dataclasses import replace
+
 import pytest
 
 from mcp_grpo.metrics import trajectory_metrics
@@ -41,6 +43,12 @@ def test_kinds_of_results_are_shares_of_a_whole() -> None:
     figures = metrics(trajectory(*(ToolResult(text="", kind=kind) for kind in ResultKind), ToolResult(text="")))
     assert figures["tools/kind/ok"] == 2 / 8
     assert sum(value for key, value in figures.items() if key.startswith("tools/kind/")) == 1
+
+
+def test_what_was_kept_of_prompts_is_a_share_of_their_tokens_where_the_sampler_knows_it() -> None:
+    known = replace(trajectory(), turn_reads=((100, 0), (300, 96)))
+    assert metrics(known, trajectory())["rollout/cached_fraction"] == 96 / 400
+    assert "rollout/cached_fraction" not in metrics(trajectory())
 
 
 def test_the_keys_do_not_depend_on_what_happened() -> None:

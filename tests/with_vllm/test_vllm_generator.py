@@ -394,6 +394,7 @@ def test_a_later_turn_finds_its_prefix_in_the_cache(
     (second,) = generate(
         portal, generator, [([*question, *first.token_ids, *result], Sampling(max_tokens=9, temperature=0))]
     )
+    assert [first.num_cached, second.num_cached] == cached
     assert TOKENIZER.decode(second.token_ids) in ("5<|im_end|>", "6<|im_end|>")
     num_seen = len(question) + len(first.token_ids) - 1  # the last token was sampled, and never read
     assert cached == [0, num_seen // 32 * 32]

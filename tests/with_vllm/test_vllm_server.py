@@ -57,6 +57,8 @@ class Front:
         self.health, self.model = 200, "sums"
         self.bodies: list[dict[str, Any]] = []
         self.adapters: set[str] | None = None  # if it takes any
+        self.tokens_status: int | None = 404  # what it answers where token ids go in and out; `None` to pass them on
+        self.num_in_tokens = 0
         portal.call(self._open)
 
     async def _open(self) -> None:
@@ -64,6 +66,7 @@ class Front:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/{what:(un)?load}_lora_adapter", self._change_adapters)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -90,10 +93,16 @@ class Front:
         answer = await self.answer(body)
         if answer is not None:
             return web.json_response(answer[1], status=answer[0])
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self._target}/v1/completions", json=body) as response,
-        ):
+        return await self._pass_on(request.path, body)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.num_in_tokens += 1
+        if self.tokens_status is not None:
+            return web.Response(status=self.tokens_status)
+        return await self._pass_on(request.path, await request.json())
+
+    async def _pass_on(self, path: str, body: dict[str, Any]) -> web.Response:
+        async with aiohttp.ClientSession() as session, session.post(f"{self._target}{path}", json=body) as response:
             return web.json_response(await response.json(), status=response.status)
 
     async def _canned(self, body: dict[str, Any]) -> tuple[int, Any] | None:
@@ -191,6 +200,55 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 ONE = ([1, 2, 3], Sampling(max_tokens=4))
+
+
+# Where token ids go in and out
+
+
+@pytest.mark.parametrize("status", [404, 405, 400, 422])
+def test_a_server_that_does_not_take_token_ids_is_asked_for_completions(
+    portal: BlockingPortal, front: Callable[..., Front], over: Callable[..., VLLMServerGenerator], status: int
+) -> None:
+    server = front()
+    server.tokens_status = status
+    generator = over(server.url)
+    together = generate(portal, generator, [ONE, ONE, ONE])
+    generate(portal, generator, [ONE])
+    assert {generation.token_ids for generation in together} == {(5, 6)}
+    assert len(server.bodies) == 4
+    assert server.num_in_tokens <= 3  # those that asked before it was known
+
+
+@pytest.mark.vllm
+def test_a_server_that_takes_token_ids_gives_the_same_without_making_text(
+    portal: BlockingPortal, vllm_server: str, front: Callable[..., Front], over: Callable[..., VLLMServerGenerator]
+) -> None:
+    server = front(vllm_server)
+    # At this temperature two draws are never alike, so that a seed that is not passed on shows.
+    requests = [(IDS[i:], Sampling(max_tokens=20, seed=2**63 + i, temperature=2.0, trajectory=i)) for i in range(3)]
+    completions = generate(portal, over(server.url, ends=ENDS), requests)
+    server.tokens_status = None
+    in_tokens = generate(portal, over(server.url, ends=ENDS), requests)
+    assert (len(server.bodies), server.num_in_tokens) == (3, 6)
+    for one, other in zip(completions, in_tokens, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.vllm
+def test_a_refusal_where_token_ids_are_taken_is_told_and_changes_nothing(
+    portal: BlockingPortal, vllm_server: str, front: Callable[..., Front], over: Callable[..., VLLMServerGenerator]
+) -> None:
+    server = front(vllm_server)
+    server.tokens_status = None
+    generator, wrong, right = over(server.url), ([10**6], Sampling(max_tokens=2)), (IDS, Sampling(max_tokens=2))
+    for request in (wrong, right, wrong, right):  # also the first one, when it is not known yet what the server takes
+        if request is right:
+            generate(portal, generator, [request])
+            continue
+        with pytest.raises(SamplerError, match=r"refuses a request \(4\d\d\)"):
+            generate(portal, generator, [request])
+    assert (len(server.bodies), server.num_in_tokens) == (1, 4)
 
 
 # What servers in trouble answer

@@ -20,7 +20,7 @@ from helpers.policies import tiny_model
 from helpers.runs import make_trainer, settings
 from helpers.sums import ROWS, SERVERS
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from mcp_grpo import MCPGRPOTrainer, Trajectory, exact_answer
 from mcp_grpo.errors import SamplerError, SettingsError
@@ -113,8 +113,8 @@ def in_process(
     """Runs with the engine in process, each made once."""
     kinds = {
         "full": (None, {}),
-        "merged": (LORA, {}),
-        "adapter": (LORA, {"weight_sync": "adapter"}),
+        "merged": (LORA, {"vllm_enable_sleep_mode": True}),  # of no meaning on a CPU
+        "adapter": (LORA, {"weight_sync": "adapter", "vllm_enable_sleep_mode": True}),
     }
     made: dict[str, Run] = {}
 
@@ -168,6 +168,8 @@ def test_it_trains_in_process_on_what_the_policy_says_now(in_process: Callable[[
     run = in_process(kind)  # that of all weights at another temperature in its first step
     check(run)
     assert run.weight_sync == ("adapter" if kind == "adapter" else "merge")
+    # Prompts have their tools in common, and a later turn begins with the one before.
+    assert all(0.5 < entry["rollout/cached_fraction"] < 1 for entry in run.logs)
     # Only the adapter of the last step is left in the engine; evaluation after it sends another one.
     assert len(run.adapters) == (kind == "adapter")
 
@@ -247,6 +249,47 @@ def test_constrained_turns_know_what_the_policy_gave_them(tmp_path: Path, wide_a
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["tools/call_frequency"] > 0.5
     assert entry["mask/forced_fraction"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+def test_an_adapter_that_trains_rows_of_tokens_is_sampled_with_them(tmp_path: Path, wide_adding_model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(wide_adding_model)
+    rows = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>", "5"])
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], trainable_token_indices=rows)
+
+    def reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(trajectory))]  # so that every update moves the policy
+
+    changes = {**IN_PROCESS, "max_steps": 2, "learning_rate": 5e-2}
+    with make_trainer(tmp_path, wide_adding_model, reward=reward, peft_config=adapter, **changes) as trainer:
+        deltas = [p for name, p in trainer.model.named_parameters() if "trainable_tokens_delta" in name]
+        untrained = [delta.detach().clone() for delta in deltas]
+        trainer.train()
+        moved = [(delta - old).abs().max() for delta, old in zip(deltas, untrained, strict=True)]
+        attempts = trainer.roll_out(DATASET.select([0]), num_generations=4)
+        policy, sampled_with = trainer.model, trainer.vllm_generation.weight_sync
+        logps = [logps_of(policy, attempt) for attempt in attempts]
+        with policy.disable_adapter():
+            before = [logps_of(policy, attempt) for attempt in attempts]
+    assert sampled_with == "merge"  # vLLM's adapters have no rows of tokens
+    assert moved
+    assert min(moved) > 1e-3
+    for attempt, own, old in zip(attempts, logps, before, strict=True):
+        sampled = torch.tensor([*attempt.sampled_mask], dtype=torch.bool)
+        given = torch.tensor(attempt.logprobs)[sampled]
+        assert torch.allclose(given, own[sampled], atol=1e-4)
+        assert not torch.allclose(given, old[sampled], atol=1e-2)
+    with pytest.raises(SettingsError, match="rows of an embedding"):
+        make_trainer(tmp_path, wide_adding_model, peft_config=adapter, **IN_PROCESS, weight_sync="adapter")
+
+
+@torch.no_grad()
+def logps_of(policy: Any, attempt: Trajectory) -> torch.Tensor:
+    """The log-probabilities of an attempt's completion by the trainer's own weights."""
+    ids = torch.tensor([[*attempt.prompt_ids, *attempt.completion_ids]])
+    logps = policy(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    return logps[len(attempt.prompt_ids) - 1 :]
 
 
 @pytest.mark.vllm

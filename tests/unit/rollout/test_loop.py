@@ -562,6 +562,18 @@ async def test_sampling_under_a_constraint_that_nobody_asked_for_is_an_error(poo
         await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=LIMITS)
 
 
+async def test_what_the_sampler_had_kept_of_a_prompt_is_noted_turn_by_turn_where_it_knows_that(pool: ToolPool) -> None:
+    class Keeping(ScriptedGenerator):
+        async def generate(self, prompt_ids: Any, sampling: Any) -> Any:
+            generation = await super().generate(prompt_ids, sampling)
+            return replace(generation, num_cached=[0, None, 32][len(self.prompts) - 1])
+
+    generator = Keeping(TOKENIZER, [said(call("add", a=2, b=3)), said(call("add", a=2, b=3)), ANSWER])
+    trajectory = await roll_out(TASK, pool=pool, renderer=RENDERER, generator=generator, limits=LIMITS)
+    first, _, last = map(len, generator.prompts)
+    assert trajectory.turn_reads == ((first, 0), (last, 32))
+
+
 class Ledger(MCPServer):
     """A server that keeps what each trajectory wrote, and says so when asked by its state tool."""
 

@@ -409,6 +409,19 @@ def test_what_is_rendered_twice_is_encoded_once_and_nothing_is_mistaken_for_anot
     assert first == 0  # of the second time
 
 
+def test_results_that_are_told_twice_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, encoded = make("qwen3"), []
+    encode = kept._encoded
+    monkeypatch.setattr(kept, "_encoded", lambda text, spans: encoded.append(text) or encode(text, spans))
+    results = [("Oslo, " * 60, 200), ("Oslo, " * 60, 100), ("Röme, " * 60, 100)]
+    for _ in range(2):
+        found = [kept.shortened(*each) for each in results]
+        assert found == [make("qwen3").shortened(*each) for each in results]
+        num_first, encoded[:] = len(encoded), []
+    assert all(num_cut > 0 for _, num_cut in found)
+    assert num_first == 0  # of the second time
+
+
 def test_messages_that_have_more_than_text_are_rendered_each_time() -> None:
     renderer = make("qwen3")
     named = [{**result("Oslo"), "tool_call_id": "1"}]

@@ -1,4 +1,4 @@
-"""CUDA graphs that an engine in process captures."""
+"""What an engine in process is started with: CUDA graphs that it captures, and whether it is to sleep."""
 
 import bisect
 from collections.abc import Iterator, Mapping
@@ -61,3 +61,15 @@ def test_a_choice_of_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_there_are_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compilation_config" not in _arguments(monkeypatch, "cpu", {})
+
+
+@pytest.mark.parametrize(("device", "sleeps"), [("cuda", True), ("cpu", False)])
+def test_an_engine_sleeps_only_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, *, sleeps: bool
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, **kwargs: given.update(kwargs))
+    accelerator = SimpleNamespace(device=torch.device(device))
+    model = SimpleNamespace(config=SimpleNamespace(), dtype=torch.float32)
+    VLLMBackend(settings=VLLMSettings(), model=model, mode="colocate", accelerator=accelerator, enable_sleep_mode=True)
+    assert given["enable_sleep_mode"] == sleeps
