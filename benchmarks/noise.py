@@ -2,6 +2,7 @@
 A negative control: does a reward of noise teach anything, and does the run say so?
 
     python benchmarks/noise.py [--seeds 0 1 2] [--rewards answers lots] [--steps 30] [--output-dir outputs/noise] [--model NAME]
+        [--device cuda]
 
 The quickstart's model trains on the quickstart's servers and tasks twice for each seed: by the quickstart's own reward, and by
 one that is drawn by lot for each attempt. Held-out tasks are judged before, in the middle and after, by whether they are
@@ -10,7 +11,8 @@ lot is better than before, or if one that was rewarded for answers is not. About
 nothing is downloaded.
 
 With `--model HuggingFaceTB/SmolLM2-135M-Instruct`, or another one of a few hundred million weights, real weights take its place: first they
-imitate solutions for as many steps as `--imitation` says, once for all runs, and then learn with what suits their size.
+imitate solutions for as many steps as `--imitation` says, once for all runs, and then learn with what suits their size. They do so on a GPU
+where there is one, unless `--device cpu` is given; the quickstart's own model is small enough for a CPU.
 """
 
 import argparse
@@ -56,7 +58,7 @@ def by_lot(completions: list[Any], **kwargs: Any) -> list[float]:
 LOTS = random.Random(0)
 
 
-def warmed_up(model: str, num_steps: int, folder: Path) -> str:
+def warmed_up(model: str, num_steps: int, folder: Path, device: str) -> str:
     """Let real weights imitate solutions, unless the folder has what came of it; it calls tools then, though not always the right ones."""
     if not (folder / "config.json").exists():
         tasks, _ = build_tasks(num_train=600, num_held_out=NUM_HELD_OUT)
@@ -71,8 +73,8 @@ def warmed_up(model: str, num_steps: int, folder: Path) -> str:
                 learning_rate=5e-4,
                 warmup_steps=4,
                 lr_scheduler_type="cosine",
-                use_cpu=True,
-                bf16=not is_slow_on_cpu(torch.bfloat16),
+                use_cpu=device == "cpu",
+                bf16=dtype_for(device) == "bfloat16",
                 gradient_checkpointing=False,
                 disable_tqdm=True,
                 logging_steps=5,
@@ -89,8 +91,13 @@ def warmed_up(model: str, num_steps: int, folder: Path) -> str:
     return str(folder)
 
 
-def settings_for(model: str) -> tuple[LoraConfig, dict[str, Any]]:
-    """Return the adapter and the settings that real weights learn with on a CPU."""
+def dtype_for(device: str) -> str:
+    """Return in which type real weights are computed."""
+    return "float32" if device == "cpu" and is_slow_on_cpu(torch.bfloat16) else "bfloat16"
+
+
+def settings_for(model: str, device: str) -> tuple[LoraConfig, dict[str, Any]]:
+    """Return the adapter and the settings that real weights learn with."""
     learning = learning_for(ModelSize.of(model))
     adapter = LoraConfig(
         r=learning.get("lora_r", 32), lora_alpha=learning.get("lora_alpha", 64), target_modules="all-linear"
@@ -103,15 +110,17 @@ def settings_for(model: str) -> tuple[LoraConfig, dict[str, Any]]:
         "max_turn_tokens": 96,
         "max_completion_length": 400,
         "chat_template_kwargs": {},
-        "model_init_kwargs": {"dtype": "float32" if is_slow_on_cpu(torch.bfloat16) else "bfloat16"},
+        "model_init_kwargs": {"dtype": dtype_for(device)},
+        "use_cpu": device == "cpu",
+        "bf16": device != "cpu",
     }
 
 
-def train(reward: str, seed: int, steps: int, folder: Path, model: str | None) -> list[Judged]:
+def train(reward: str, seed: int, steps: int, folder: Path, model: str | None, device: str) -> list[Judged]:
     """Train once, and return what the policy was judged at before, in the middle and at the end."""
     LOTS.seed(seed)
     tasks, held_out = build_tasks(num_train=600, num_held_out=NUM_HELD_OUT)
-    adapter, settings = (ADAPTER, dict[str, Any]()) if model is None else settings_for(model)
+    adapter, settings = (ADAPTER, dict[str, Any]()) if model is None else settings_for(model, device)
     config = make_config(
         folder / f"{reward}-{seed}",
         seed,
@@ -155,15 +164,16 @@ def main() -> list[str]:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/noise"))
     parser.add_argument("--model", help="real weights to begin with (default: the quickstart's own)")
     parser.add_argument("--imitation", type=int, default=30, help="steps that they imitate solutions for, first")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows, problems = [], list[str]()
     model: str | None = arguments.model
     if model is not None:
-        model = warmed_up(model, arguments.imitation, arguments.output_dir / "warm_start")
+        model = warmed_up(model, arguments.imitation, arguments.output_dir / "warm_start", arguments.device)
     for seed in arguments.seeds:
         for reward in arguments.rewards:
-            judged = train(reward, seed, arguments.steps, arguments.output_dir, model)
+            judged = train(reward, seed, arguments.steps, arguments.output_dir, model, arguments.device)
             first, last = judged[0], judged[-1]
             gain = success_change(first, last)
             assert first.success is not None

@@ -13,7 +13,7 @@ is appended. So trajectories are as long as those that solve their tasks. All at
 
 With `--beside`, steps run by turns in the library's way and in others, for ratios within one run, by token as batches differ: `rows` runs a prompt
 once for each attempt and computes activations again in the backward pass; `checkpointed` only the latter; `compiled` has norms and MLPs of the loss compiled by
-`torch.compile`; `joined` makes one pass of several where memory has room (`JOIN_PASSES`), which needs passes of few rows to show anything.
+`torch.compile`.
 
 The first step (of each way) is left out of the figures where there are more: it warms up. `--json` is written anew after each step.
 
@@ -51,7 +51,6 @@ from trl.chat_template_utils import qwen3_chat_template
 from mcp_grpo import MCPGRPOTrainer
 from mcp_grpo.doctor.stand_in import STAND_IN
 from mcp_grpo.evaluation import run_solutions
-from mcp_grpo.learning import checkpointing
 from mcp_grpo.monitor import profile_table
 from mcp_grpo.publishing import installed_versions
 from mcp_grpo.rollout import Renderer, engine
@@ -67,7 +66,7 @@ NUM_TASKS = 160
 PERIOD = 0.5  # seconds between looks at the GPU's memory
 NO_TOKEN = 2**31 - 1  # ends a turn of `transformers`, and is never sampled
 GIB = 2**30
-BESIDE = ("rows", "checkpointed", "compiled", "joined")
+BESIDE = ("rows", "checkpointed", "compiled")
 RECOMPILE_LIMIT = 64  # one forward method is compiled for many modules, with and without gradients
 RATIOS = {"loss and scoring": ("loss", "scoring"), "rollout": ("rollout",), "step": ("step",)}
 
@@ -284,8 +283,6 @@ class Beside(TrainerCallback):
         self.now = ("", *self.ways)[state.global_step % (1 + len(self.ways))]
         if "rows" in self.ways:
             self.trainer._sharing._is_wanted = False if self.now == "rows" else None
-        if "joined" in self.ways:
-            checkpointing.JOIN_PASSES = self.now == "joined"
         if {"rows", "checkpointed"} & set(self.ways):
             self.trainer._checkpointing._keeps = self.now not in ("rows", "checkpointed")
 

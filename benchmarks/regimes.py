@@ -118,11 +118,13 @@ NEEDS_GRAMMAR = ("grammar", "constrained")
 def single_changes(rate: float) -> dict[str, dict[str, Any]]:
     """The settings of the recipes at a learning rate, and with one of them changed at a time."""
     kl = {"beta": 0.05}
+    band = {"use_adaptive_entropy": True, "entropy_target": 0.1, "entropy_coef_delta": 0.001, "entropy_coef_max": 0.02}
     return {
         "recipe": {"learning_rate": rate},
         "replay": {"learning_rate": rate, "replay_solutions": True},
         "kl": {"learning_rate": rate, **kl},
         "entropy": {"learning_rate": rate, "entropy_coef": 0.005},
+        "entropy_band": {"learning_rate": rate, **band},
         "dynamic_sampling": {"learning_rate": rate, "dynamic_sampling": 2},
         "spread": {"learning_rate": rate, "task_choice": "spread"},
         "clip_same": {"learning_rate": rate, "epsilon_high": 0.2},

@@ -32,7 +32,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.trainer import add_fused_lm_head
 
-from mcp_grpo.learning import Checkpointing, PromptSharing, SampledOnly, SharedPrompts, Unpadded
+from mcp_grpo.learning import Checkpointing, LabelledOnly, PromptSharing, SampledOnly, SharedPrompts, Unpadded
 
 
 NUM_TASKS, NUM_ATTEMPTS, MICRO_BATCH = 8, 8, 8
@@ -111,8 +111,9 @@ def run(
     start = CLOCKS[device]()
     with torch.set_grad_enabled(learns):
         bare = chosen_by.around(model) if way.chooses else model
-        unpadded = Unpadded(bare)
-        called: Callable[..., Any] = SharedPrompts(bare, unpadded, num_tokens) if way.shares else unpadded
+        labelled = bare if way.reads_all else LabelledOnly(model, bare)
+        unpadded = Unpadded(labelled)
+        called: Callable[..., Any] = SharedPrompts(labelled, unpadded, num_tokens) if way.shares else unpadded
         for chosen in order.split(way.size):
             rows = {name: values[chosen] for name, values in batch.items()}
             is_sampled = rows.pop("is_sampled")

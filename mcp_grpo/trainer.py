@@ -33,10 +33,10 @@ from mcp_grpo.config_checks import check_arguments, check_without_servers
 from mcp_grpo.errors import HealthError, RolloutError, SettingsError
 from mcp_grpo.evaluation import Evaluation, EvaluationHistory, Judged, check_replayed, check_solution_forms, is_solved
 from mcp_grpo.learning import (
-    NO_CAPACITY,
     AsSeen,
     BatchRows,
     Checkpointing,
+    LabelledOnly,
     PromptSharing,
     SampledOnly,
     ScoredOnce,
@@ -49,7 +49,6 @@ from mcp_grpo.learning import (
     depends_on_width,
     ends_cut,
     flat_turns,
-    joined,
     load_value_head,
     picture_columns,
     returns_to_go,
@@ -128,7 +127,6 @@ from mcp_grpo.trl_compat import (
     give_bias,
     inert_tables,
     loss_weights,
-    of_fewer_passes,
     policy_pass,
     save_checkpoint_apart,
     send_only,
@@ -264,6 +262,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._upcoming: tuple[Any, list[Any]] = (None, [])  # what an epoch gives for the next update, and whose it is
         self._recorder: ValueRecorder | None = None  # of the pass at hand
         self._records_values = False  # whether the next pass is to give values
+        self._skips_pass = False  # whether nobody reads what the next pass gives
         self._boundary = RewardBoundary()
         self._scored = ScoredOnce()  # the batch at hand, where groups are replaced
         self._is_scoring = False
@@ -367,7 +366,6 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._depends_on_width = depends_on_width(policy.config)
         self._sharing = PromptSharing()
         self._checkpointing = Checkpointing.of(self.accelerator)
-        self._num_joined, self._has_joined = 1, False  # passes of a batch that are run as one, and whether any were
         self._chosen: dict[str, str] = {}  # what the run chose by itself, and why, as it was told
         self._values = make_value_estimator(args, policy, gamma=self._credit.gamma)
         self._reference = make_reference(self, policy)
@@ -655,27 +653,12 @@ class MCPGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Columns:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training:
-            return inputs
         batches = self._buffered_inputs
-        if batches is not before:
-            self._num_joined = 1
-            if "pixel_values" not in inputs and self._is_trimming and self._is_sum_of_rows:
-                self._buffered_inputs = self._arranged(BatchRows(batches))  # all of one update: see `check_arguments`
-        return joined(self._buffered_inputs, self._step % len(batches), self._num_joined)
-
-    def _arranged(self, rows: BatchRows) -> list[Columns]:
-        """Return the passes of a batch with the rows in the order that takes least time, and choose how many to join."""
-        if not self._shares_prompts(self.model):
-            return rows.by_length()
-        with self.accelerator.autocast():
-            capacity = NO_CAPACITY if self._views else self._checkpointing.capacity(self.model)
-        num_joined = torch.tensor([rows.num_joined(capacity)], device=self.accelerator.device)
-        self._num_joined = int(self.accelerator.gather(num_joined).min())
-        if self._num_joined > 1 and not self._has_joined:
-            self._has_joined = True
-            logger.info("Passes fit together: %d of them are run as one, where memory allows it.", self._num_joined)
-        return rows.by_prompt(self._num_joined)
+        if batches is before or "pixel_values" in inputs or not self._is_trimming or not self._is_sum_of_rows:
+            return inputs
+        rows = BatchRows(batches)  # all of one update: see `check_arguments`
+        self._buffered_inputs = rows.by_prompt() if self._shares_prompts(self.model) else rows.by_length()
+        return self._buffered_inputs[self._step % len(batches)]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Columns:
         if self._collector is not None:
@@ -697,13 +680,14 @@ class MCPGRPOTrainer(GRPOTrainer):
         # Only then does TRL run the policy on the batch before its loss does; the values of that pass come for free.
         self._records_values = self._values is not None and not self._is_on_policy
         if self._batch is not None:
+            self._skips_pass = not self._is_on_policy and not self._reads_own_logps(self._batch)
             self._sampled = sampled_column(self._batch.trajectories, self.accelerator.device)
             self._pictures = picture_columns(self._batch.trajectories, self._vision, self.accelerator.device)
         try:
             with self._monitor.phases("scoring"):
                 columns = super()._generate_and_score_completions(inputs) | self._pictures
         finally:
-            self._records_values, self._sampled, self._pictures = False, None, {}
+            self._records_values, self._skips_pass, self._sampled, self._pictures = False, False, None, {}
         if self.model.training:
             seen = ("reward", "frac_reward_zero_std")
             self._monitor.seen |= {key: self._metrics["train"][key][-1] for key in seen}
@@ -718,6 +702,14 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._show_batch(self._batch.trajectories, columns)
             columns[ROW] = torch.arange(len(self._batch.trajectories), device=self.accelerator.device)
         return columns
+
+    def _reads_own_logps(self, batch: Batch) -> bool:
+        """Return whether something reads what the policy itself gives for a batch before its loss does; the same on all processes."""
+        if self.args.old_logps == "trainer" or self._values is not None:
+            return True
+        if not self.args.replay_solutions:
+            return False
+        return any(gather_object([any(trajectory.is_scripted for trajectory in batch.trajectories)]))
 
     def _show_batch(self, trajectories: Sequence[Trajectory], columns: Columns) -> None:
         """Show a batch to what records it and, on the main process, to those who watch."""
@@ -872,7 +864,6 @@ class MCPGRPOTrainer(GRPOTrainer):
         turn_ids = columns.get("turn_ids")
         if turn_ids is None:
             turn_ids = turns_of(columns["completion_mask"], columns.get("tool_mask", 1))
-            is_scaled=self.scale_rewards != "none",
         turn_ids = turn_ids.masked_fill(rewards.isnan().all(dim=1, keepdim=True), -1)
         counts = (turn_ids.amax(dim=1) + 1).tolist()
         added: Columns = turn_columns(
@@ -881,6 +872,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             self._group_size,
             gamma=self._credit.gamma,
             accelerator=self.accelerator,
+            is_scaled=self.scale_rewards != "none",
             value_weight=0.0 if self._values is None else self._values.weight,
         )
         if self.model.training:
@@ -920,8 +912,6 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Columns) -> torch.Tensor:
         objective, is_training = self._objective, self.model.training
-        if not inputs:  # they are in a later pass
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         if objective.is_plain:
             return super()._compute_loss(model, inputs)
         self._records_values = self._values is not None
@@ -948,7 +938,6 @@ class MCPGRPOTrainer(GRPOTrainer):
         with (
             loss_weights(self, beta=beta, more_entropy=objective.bootstrap.entropy_coef * strength),
             self._given(output),
-            of_fewer_passes(self, self._num_joined if is_training else 1),
         ):
             loss = super()._compute_loss(model, settled.inputs)
             without_bonus = without_bonuses(self, loss.detach())
@@ -973,7 +962,6 @@ class MCPGRPOTrainer(GRPOTrainer):
             denominator=denominator,
             strength=strength,
             learn=is_training,
-            num_passes=self._num_joined if is_training else 1,
         )
         if "value" in terms and not is_training:
             value_loss = terms["value"].detach() / objective.value_loss_coef if objective.value_loss_coef else 0.0
@@ -994,6 +982,9 @@ class MCPGRPOTrainer(GRPOTrainer):
     ) -> Any:
         if self._pass is not None:
             return self._pass
+        if self._skips_pass:
+            self._skips_pass = False
+            return None, None, None
         kwargs |= self._pictures
         is_text = not any(value is not None for name, value in kwargs.items() if name not in _OF_TEXT)
         if self._is_trimming and is_text:
@@ -1021,7 +1012,7 @@ class MCPGRPOTrainer(GRPOTrainer):
 
     def _made_rows(self, model: Any) -> Callable[[int], Any]:
         """Return what makes a model that spends no time on padding and shared prompts, given the width of completions."""
-        called = self._checkpointing.around(model)
+        called = LabelledOnly(model, self._checkpointing.around(model))
         unpadded = Unpadded(called, multiple=int(self.pad_to_multiple_of or 1))
         is_shared = self._shares_prompts(model)
         return lambda num_tokens: SharedPrompts(called, unpadded, num_tokens) if is_shared else unpadded

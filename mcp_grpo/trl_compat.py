@@ -95,11 +95,11 @@ __all__ = [
     "get_training_chat_template",
     "give_bias",
     "give_values",
+    "head_reads_all",
     "inert_tables",
     "is_async_callable",
     "is_chat_template_prefix_preserving",
     "loss_weights",
-    "of_fewer_passes",
     "parse_response",
     "policy_for_generation",
     "policy_pass",
@@ -191,7 +191,10 @@ SOURCES: Mapping[Any, tuple[str, ...]] = {
         'extra_fields.pop("env_mask", None)',
         "self.state.global_step != self._last_loaded_step",
     ),
-    GRPOTrainer._generate_and_score_completions: ('output["sampling_per_token_logps"]',),
+    GRPOTrainer._generate_and_score_completions: (
+        'output["sampling_per_token_logps"]',
+        'if old_per_token_logps is not None:\n            output["old_per_token_logps"] = old_per_token_logps',
+    ),
     GRPOTrainer._compute_loss: (
         "input_ids = torch.cat([prompt_ids, completion_ids], dim=1)",
         "attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)",
@@ -205,6 +208,11 @@ SOURCES: Mapping[Any, tuple[str, ...]] = {
         'elif self.loss_type == "luspo":',
         *(f'self._metrics[mode]["{name}"].append(' for name in ("policy_loss", "aux_loss", *_CLIPPED.values())),
     ),
+    add_fused_lm_head: (
+        "compact = _use_triton(hidden_states.device)",
+        "hidden_states = backbone_outputs.last_hidden_state\n            labels = shift_labels",
+    ),
+    SFTTrainer.compute_loss: ("outputs = model(**inputs, fused_lm_head=True)", "outputs.label_mask.sum()"),
     Trainer._save_checkpoint: (
         'checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',
         "run_dir = self._get_output_dir(trial=trial)",
@@ -271,19 +279,9 @@ def loss_weights(trainer: Any, *, beta: float, more_entropy: float) -> Generator
             trainer._entropy_bonus_enabled = before["_entropy_bonus_enabled"]
 
 
-@contextmanager
-def of_fewer_passes(trainer: Any, num_joined: int) -> Generator[None]:
-    """Let TRL's loss read that an update has so many times fewer passes, each with so many times as many rows."""
-    if num_joined == 1:
-        yield
-        return
-    accumulation, steps = trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation
-    trainer.current_gradient_accumulation_steps = accumulation // num_joined
-    trainer.args.steps_per_generation = steps // num_joined
-    try:
-        yield
-    finally:
-        trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = accumulation, steps
+def head_reads_all(device: torch.device) -> bool:
+    """Return whether TRL's fused LM head also reads tokens without labels, though it need not: it has no Triton kernel there."""
+    return device.type in ("cpu", "mps")
 
 
 def give_values(model: Any, output_type: Any) -> None:
@@ -296,7 +294,10 @@ def give_values(model: Any, output_type: Any) -> None:
         if not (fused_lm_head and num_values):
             return fused_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         hidden: list[torch.Tensor] = []
-        hook = self.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
+        # Before any other hook leaves tokens out.
+        hook = self.base_model.register_forward_hook(
+            lambda *call: hidden.append(call[-1].last_hidden_state), prepend=True
+        )
         try:
             output = fused_forward(self, *args, fused_lm_head=True, **kwargs)
         finally:

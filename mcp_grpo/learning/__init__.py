@@ -1,13 +1,13 @@
 """The learning signal: trajectories or tensors in, tensors and metrics out."""
 
 from mcp_grpo.learning.advantages import MODES_WITH_VALUES, flat_turns, returns_to_go, to_tokens, turn_columns
-from mcp_grpo.learning.checkpointing import NO_CAPACITY, Checkpointing, activation_bytes
+from mcp_grpo.learning.checkpointing import Checkpointing, activation_bytes
 from mcp_grpo.learning.columns import ends_cut, rollout_columns, row_columns, sampled_column, token_columns, turns_of
 from mcp_grpo.learning.credit import Credit
 from mcp_grpo.learning.kl import KLControl
 from mcp_grpo.learning.loss import Objective
-from mcp_grpo.learning.padding import SampledOnly, Unpadded, depends_on_width
-from mcp_grpo.learning.passes import BatchRows, joined
+from mcp_grpo.learning.padding import LabelledOnly, SampledOnly, Unpadded, depends_on_width
+from mcp_grpo.learning.passes import BatchRows
 from mcp_grpo.learning.pictures import Seeing, picture_columns
 from mcp_grpo.learning.reference import MovingReference
 from mcp_grpo.learning.scored_once import ScoredOnce
@@ -28,12 +28,12 @@ from mcp_grpo.learning.views import AsSeen, Views
 
 __all__ = [
     "MODES_WITH_VALUES",
-    "NO_CAPACITY",
     "AsSeen",
     "BatchRows",
     "Checkpointing",
     "Credit",
     "KLControl",
+    "LabelledOnly",
     "MovingReference",
     "Objective",
     "PromptSharing",
@@ -52,7 +52,6 @@ __all__ = [
     "depends_on_width",
     "ends_cut",
     "flat_turns",
-    "joined",
     "load_value_head",
     "picture_columns",
     "ratio_edges",

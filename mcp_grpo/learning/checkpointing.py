@@ -14,8 +14,6 @@ from mcp_grpo.trl_compat import calling_instead, checkpointed_layers, without_ch
 
 KEEP_ACTIVATIONS = True  # of as many layers as fit; `False` computes them again, as `gradient_checkpointing` says
 FILLED = 0.4  # of the memory that is free, at most, by the activations of a pass that keeps them; so that two runs on a GPU have room
-JOIN_PASSES = False  # `True` runs several small passes as one where it fits; one step of three gained on a GPU
-JOINED = 0.3  # of the memory that is free, at most, by a pass that several became
 # Values that a layer keeps for a token, by hidden and by inner width, two bytes each: measured on an H200 with Qwen3-0.6B, LoRA on all linear
 # layers and bf16, where passes of 13,000 to 28,000 tokens took 0.16 to 0.20 MB a token with checkpointing, and 2.2 to 2.6 without.
 PER_HIDDEN, PER_INNER = 18, 7
@@ -56,16 +54,6 @@ def activation_bytes(config: Any, itemsize: int = 2) -> PerToken:
     return PerToken(layer * text.num_hidden_layers, inputs + RECOMPUTED * layer, layer)
 
 
-class Capacity(NamedTuple):
-    """Tokens that fit into a pass, if it keeps its activations, and if it computes them again."""
-
-    kept: float
-    computed_again: float
-
-
-NO_CAPACITY = Capacity(0, 0)
-
-
 class DeviceMemory:
     """Memory of a GPU, in bytes. Other devices do not say how much they have, which is `None`."""
 
@@ -91,8 +79,6 @@ class Checkpointing:
     one counts. Where a pass that keeps activations leaves too little memory for its backward pass, it is run again with checkpointing in
     all layers, before anything was learnt from it; where it runs out of memory, too, and then no other one goes without. Running out in the
     backward pass ends the run: gradients are half added by then. Numbers are the same either way.
-
-    What was measured also tells how many tokens fit into a pass that several became, for [`BatchRows`].
 
     DeepSpeed and FSDP are left as they are. Both fetch weights layer by layer, again where a layer is computed again, in an order that all
     processes must keep; and these would choose by their own memory. FSDP has a checkpointing of its own beside it. With plain data
@@ -149,25 +135,6 @@ class Checkpointing:
         if self._memory.free(_device(bare)) is None:
             return "this device does not tell how much memory is free"
         return None
-
-    def capacity(self, model: Any) -> Capacity:
-        """
-        Return how many tokens may be in a pass that several became. Before a pass was measured, none.
-
-        Args:
-            model (`torch.nn.Module`):
-                The policy.
-        """
-        bare = getattr(model, "module", model)
-        device = _device(bare)
-        free = self._memory.free(device)
-        if not (JOIN_PASSES and self._is_possible and self._measured and free):
-            return NO_CAPACITY
-        left = JOINED * free - _new_gradients(bare)
-        layer = RECOMPUTED * self._per_layer(bare, device)
-        kept, again = (left / (self._per_token(bare, device, is_kept) + layer) for is_kept in (True, False))
-        has_both = bare.is_gradient_checkpointing
-        return Capacity(kept if self._keeps or not has_both else 0, again if has_both else 0)
 
     def _run(self, model: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run a pass in the way that fits."""

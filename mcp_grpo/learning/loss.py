@@ -190,7 +190,6 @@ class Objective:
         denominator: LossDenominator,
         strength: float,
         learn: bool,
-        num_passes: int = 1,
     ) -> dict[str, torch.Tensor]:
         """
         Return what is added to TRL's loss: `kl_of_masked`, `value` and `imitation`, where they apply.
@@ -210,8 +209,6 @@ class Objective:
                 Strength of the bootstrap, from 1 to 0.
             learn (`bool`):
                 Whether the value head's loss counts for its metrics.
-            num_passes (`int`, *optional*, defaults to `1`):
-                As how many passes it counts there.
         """
         terms: dict[str, torch.Tensor] = {}
         if "masked" in inputs and beta:
@@ -220,9 +217,7 @@ class Objective:
         if self.values is not None:
             assert recorder
             num_turns = denominator.per_update(inputs["num_turns"])
-            terms["value"] = self.value_loss_coef * self.values.loss(
-                inputs, recorder, num_turns, learn=learn, num_passes=num_passes
-            )
+            terms["value"] = self.value_loss_coef * self.values.loss(inputs, recorder, num_turns, learn=learn)
         if strength:
             num_imitated = denominator.per_update(inputs["num_imitated"])
             imitation = imitation_loss(logps, inputs["imitated"], num_imitated)

@@ -1,12 +1,14 @@
 """Passes through a model that spend no time on padding, nor on predictions that nobody reads."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch.nn.functional import pad
 
-from mcp_grpo.trl_compat import split_tensor_dict
+from mcp_grpo.trl_compat import head_reads_all, split_tensor_dict
 
 
 _BY_WIDTH = ("longrope", "dynamic")  # rotary embeddings that are others for longer inputs
@@ -56,6 +58,53 @@ class Unpadded:
                 setattr(output, name, _put_back(found, places[:, 1:], input_ids.shape)[:, 1:])
         if num_values is not None and getattr(output, "value_preds", None) is not None:
             output.value_preds = _put_back(output.value_preds, places, input_ids.shape)[:, -num_values:]
+        return output
+
+
+class LabelledOnly:
+    """
+    Calls a model whose LM head is to read only tokens that have labels.
+
+    TRL's head does so on GPUs. On CPUs and on Apple's it reads all of them, each of which costs a product with the whole vocabulary, and then leaves out
+    those without. Outputs equal its own up to rounding, as do gradients.
+
+    Args:
+        model (`Any`):
+            The model, which may be wrapped for several processes.
+        called (`Any`, *optional*):
+            What to call instead of it.
+    """
+
+    def __init__(self, model: Any, called: Any = None) -> None:
+        self._model = model
+        self._called = model if called is None else called
+
+    def __call__(self, *, labels: torch.Tensor, **kwargs: Any) -> Any:
+        """Call the model; return its output as for all tokens."""
+        bare = getattr(self._model, "module", self._model)
+        targets = labels[:, 1:]
+        is_label = targets != -100
+        if not head_reads_all(labels.device) or any(hasattr(each, "_orig_mod") for each in bare.modules()):
+            return self._called(labels=labels, **kwargs)
+        thread = threading.get_ident()
+
+        def select(module: Any, args: Any, output: Any) -> Any:
+            if threading.get_ident() == thread:  # and not another's pass
+                # An adapter may have put tokens of its own before the rows.
+                hidden = output.last_hidden_state[:, -labels.size(1) : -1]
+                output.last_hidden_state = hidden[is_label][None]
+            return output
+
+        lm: Any = bare.get_base_model() if isinstance(bare, PeftModel) else bare
+        hook = lm.base_model.register_forward_hook(select)
+        try:
+            output = self._called(shift_labels=targets[is_label][None], **kwargs)
+        finally:
+            hook.remove()
+        for name in PER_TOKEN:
+            if (found := getattr(output, name, None)) is not None:
+                setattr(output, name, found.new_zeros(is_label.shape).masked_scatter(is_label, found))
+        output.label_mask = is_label
         return output
 
 

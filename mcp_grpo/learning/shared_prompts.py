@@ -58,8 +58,8 @@ class PromptTree:
             The rows.
         attention_mask (`torch.Tensor` of shape `(B, L)`):
             1 for tokens; those of a row are contiguous.
-        num_tokens (`int`):
-            Columns of the completions, at the end.
+        num_tokens (`int` or `torch.Tensor` of shape `(B,)`):
+            Columns of the completions, at the end; where they are of different widths, those of each row.
 
     Attributes:
         num_padded (`int`):
@@ -74,13 +74,15 @@ class PromptTree:
             Indices of the tokens that are of one row only.
     """
 
-    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int) -> None:
+    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int | torch.Tensor) -> None:
         ids, mask = input_ids.cpu().numpy(), attention_mask.cpu().numpy()
-        last = ids.shape[1] - num_tokens - 1  # of the prompt
+        lasts = (ids.shape[1] - torch.as_tensor(num_tokens).expand(len(ids)) - 1).tolist()  # of the prompts
         starts = range(0, ids.size, ids.shape[1])
         rows = [
             _Row(start + begin, length, row[begin : max(begin, last)])
-            for start, row, begin, length in zip(starts, ids, mask.argmax(axis=1), mask.sum(axis=1), strict=True)
+            for start, row, begin, length, last in zip(
+                starts, ids, mask.argmax(axis=1), mask.sum(axis=1), lasts, strict=True
+            )
         ]
         self.num_padded = len(rows) * max(row.num_tokens for row in rows)
         self.segments: list[Segment] = []
@@ -239,10 +241,10 @@ class SharedPrompts:
 
     Outputs are put back to where they were asked for, and equal those of the rows up to rounding, as do gradients. The model
     must attend by [`tree_attention`]. It stands in for the model in one call of TRL's `_get_per_token_logps_and_entropies`;
-    `num_tokens` is the width of the completions.
+    `num_tokens` is the width of the completions. Without it, as in TRL's `SFTTrainer`, a completion begins with the first label of its row.
     """
 
-    def __init__(self, model: Any, otherwise: Any, num_tokens: int) -> None:
+    def __init__(self, model: Any, otherwise: Any, num_tokens: int | None = None) -> None:
         self._model = model
         self._otherwise = otherwise
         self._num_tokens = num_tokens
@@ -257,7 +259,10 @@ class SharedPrompts:
         **kwargs: Any,
     ) -> Any:
         """Call the model on the rows, with what they share once; return its output as for the padded rows."""
-        tree = PromptTree(input_ids, attention_mask, self._num_tokens)
+        num_tokens = self._num_tokens
+        if num_tokens is None:
+            num_tokens = labels.size(1) - (labels != -100).int().argmax(dim=1).cpu()
+        tree = PromptTree(input_ids, attention_mask, num_tokens)
         # The load of experts is counted by token.
         if len(tree) > (1 - MIN_SAVED) * tree.num_padded or kwargs.get("output_router_logits"):
             values = {} if num_values is None else {"num_values": num_values}
@@ -311,13 +316,13 @@ class PromptSharing:
     def __init__(self, *is_wanted: bool | None) -> None:
         [self._is_wanted] = is_wanted or [SHARE_PROMPTS]
         self._can: dict[int, bool] = {}
-        self._reason: str | None = None  # why the last model that could not cannot
+        self.reason: str | None = None  # why the last model that could not cannot
 
     @property
     def sentence(self) -> str | None:
         """Return what was found out about the models so far."""
-        if self._reason is not None:
-            return f"Prompts are run once for each attempt: {self._reason}"
+        if self.reason is not None:
+            return f"Prompts are run once for each attempt: {self.reason}"
         return (
             "Prompts are run once for all attempts in a pass that share them: in a trial, the model gave the same log-probabilities."
             if self._can
@@ -327,7 +332,7 @@ class PromptSharing:
     def is_possible(self, model: Any) -> bool:
         """Return whether a model shares; the first time, on all processes together, try it."""
         if self._is_wanted is False:
-            self._reason = "`SHARE_PROMPTS` is `False`."
+            self.reason = "`SHARE_PROMPTS` is `False`."
             return False
         bare = getattr(model, "module", model)
         if id(bare) not in self._can:
@@ -336,7 +341,7 @@ class PromptSharing:
             self._can[id(bare)] = reason is None
             if reason and self._is_wanted:
                 raise SettingsError(f"`SHARE_PROMPTS` is `True`, which cannot be: {reason} Leave it at `None`.")
-            self._reason = reason or self._reason
+            self.reason = reason or self.reason
         return self._can[id(bare)]
 
 

@@ -124,18 +124,9 @@ class ValueEstimator:
         return {"turn_returns": targets, "advantages": to_tokens(mixed / batch["advantage_scale"], turn_ids)}
 
     def loss(
-        self,
-        batch: Batch,
-        recorder: ValueRecorder,
-        num_turns: torch.Tensor,
-        *,
-        learn: bool = True,
-        num_passes: int = 1,
+        self, batch: Batch, recorder: ValueRecorder, num_turns: torch.Tensor, *, learn: bool = True
     ) -> torch.Tensor:
-        """
-        Return the squared error of the values of a settled batch, each turn with the same weight. For [`end_step`] it counts as
-        `num_passes` micro-batches.
-        """
+        """Return the squared error of the values of a settled batch, each turn with the same weight."""
         turn_ids = batch["turn_ids"]
         loss = value_loss(
             recorder.values(),
@@ -145,7 +136,7 @@ class ValueEstimator:
             max_turns=batch["turn_returns"].size(1),
         )
         if learn:
-            self._add({"losses": loss.detach(), "num_losses": torch.full_like(loss.detach(), num_passes)})
+            self._add({"losses": loss.detach(), "num_losses": torch.ones_like(loss.detach())})
         return loss
 
     def end_step(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
@@ -15,6 +16,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.evaluation import run_solutions
+from mcp_grpo.learning import LabelledOnly, PromptSharing, SharedPrompts, Unpadded, depends_on_width
 from mcp_grpo.rewards import is_done
 from mcp_grpo.rollout import Renderer, conversation_tokens, output_rows, set_call_format
 from mcp_grpo.sampling.threads import choose_threads
@@ -46,6 +48,57 @@ class WarmupConfig(SFTConfig):
         if self.bf16 is None and (self.use_cpu or not is_torch_bf16_gpu_available()):
             self.bf16 = False  # as of `MCPGRPOConfig`
         super().__post_init__()
+
+
+class Imitation(SFTTrainer):
+    """
+    TRL's trainer, in which what the solutions of a pass begin with, such as the tools, is run once. Losses and gradients are the same up to
+    rounding. Where that cannot be, it says why.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sharing = PromptSharing()
+        self._shares: bool | None = None  # which the first pass finds out
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as TRL does, on rows that share what they begin with."""
+        if not return_outputs and self._has_plain_rows(inputs):
+            called = LabelledOnly(model)
+            rows = Unpadded(called)
+            model = SharedPrompts(called, rows) if self._can_share(model) else rows
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _has_plain_rows(self, inputs: Any) -> bool:
+        """Return whether a pass is of rows that a model may be given in another form."""
+        is_packed = inputs.keys() != {"input_ids", "attention_mask", "labels"}
+        reads_logits = self.label_smoother or self.compute_loss_func
+        as_given = cast("SFTConfig", self.args).pad_to_multiple_of or getattr(
+            self.accelerator, "parallelism_config", None
+        )
+        config = self.accelerator.unwrap_model(self.model).config
+        return not is_packed and not reads_logits and not as_given and not depends_on_width(config)
+
+    def _can_share(self, model: Any) -> bool:
+        if self._shares is None:
+            hindrance = self._hindrance(model)
+            with self.accelerator.autocast():  # the trial goes by the type that is computed in
+                self._shares = hindrance is None and self._sharing.is_possible(model)
+            if not self._shares and self.is_world_process_zero():
+                logger.warning(
+                    "Each solution is run by itself, which takes longer: %s", hindrance or self._sharing.reason
+                )
+        return self._shares
+
+    def _hindrance(self, model: Any) -> str | None:
+        """Say what would be drawn once for all rows that share a token, if anything is drawn at all."""
+        if any(isinstance(each, torch.nn.Dropout) and each.p > 0 for each in model.modules()):
+            return "there is dropout. Set `lora_dropout` to 0, if it is the adapter's."
+        if self.neftune_noise_alpha is not None:
+            return "`neftune_noise_alpha` is set."
+        return None
 
 
 def imitate(
@@ -122,7 +175,7 @@ def imitate(
     [dataset] = broadcast_object_list(made)
     # With it, the policy is served as it was trained.
     tokenizer.chat_template = renderer.chat_template or tokenizer.chat_template
-    trainer = SFTTrainer(
+    trainer = Imitation(
         policy,
         config,
         train_dataset=dataset,

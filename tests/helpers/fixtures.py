@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,13 @@ def same_process(request: pytest.FixtureRequest) -> Iterator[None]:
         restore(state)
 
 
-@pytest.fixture(scope="session", autouse=True)
 @pytest.fixture(scope="module", autouse=True)
 def own_precision() -> None:
     """Takes from an accelerator that a test makes the mixed precision that another module's had."""
     AcceleratorState._reset_state()
 
 
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Models this small are slower on more threads."""
     torch.set_num_threads(1)
@@ -121,6 +122,14 @@ def adding_model(tmp_path_factory: pytest.TempPathFactory, adding_tools: list[di
 
 
 @pytest.fixture(scope="session")
+def fenced_adding_model(tmp_path_factory: pytest.TempPathFactory, adding_tools: list[dict[str, Any]]) -> str:
+    """Folder of one that has learnt to call it in blocks of fenced JSON."""
+    return shared(
+        tmp_path_factory, "fenced_adding", lambda folder: save_adding_model(folder, adding_tools, call_format="json")
+    )
+
+
+@pytest.fixture(scope="session")
 def wide_adding_model(tmp_path_factory: pytest.TempPathFactory, adding_tools: list[dict[str, Any]]) -> str:
     """The same with heads as wide as vLLM needs them on a CPU."""
     return shared(
@@ -141,3 +150,20 @@ def vllm_server_process(tmp_path_factory: pytest.TempPathFactory, wide_adding_mo
 def vllm_server(vllm_server_process: VLLMServer) -> str:
     """Address of a vLLM server of `wide_adding_model` that is up."""
     return vllm_server_process.wait()
+
+
+@pytest.fixture
+def scorings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models that trainers ran over a batch before its loss did, as they do."""
+    from mcp_grpo.trl_compat import GRPOTrainer
+
+    found, run = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    @wraps(run)
+    def counted(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            found.append(model)
+        return run(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return found

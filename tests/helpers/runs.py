@@ -51,6 +51,7 @@ def make_trainer(
     kind: type[MCPGRPOTrainer] = MCPGRPOTrainer,
     reward: Any = exact_answer,
     rows: Any = ROWS,
+    eval_rows: Any = None,
     peft_config: Any = None,
     callbacks: Any = None,
     constants: dict[str, Any] | None = None,
@@ -66,6 +67,7 @@ def make_trainer(
             settings(folder, **changes),
             Dataset.from_list(rows),
             servers={"sums": server},
+            eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
             peft_config=peft_config,
             callbacks=callbacks,
         )

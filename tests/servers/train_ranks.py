@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,11 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, Trajectory, exact_answer
-from mcp_grpo.learning import checkpointing, shared_prompts
+from mcp_grpo.learning import shared_prompts
 from mcp_grpo.learning.advantages import hybrid
-from mcp_grpo.learning.checkpointing import DeviceMemory
 
 
 hybrid.WARMUP_BATCHES = 0  # `advantage_mode="hybrid"` relies on the value head at once
-
-
-class Memory(DeviceMemory):
-    """Memory of a device that is not here, of which each pass takes something."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._taken = size, 0
-
-    def free(self, device: Any) -> int:
-        return self._size
-
-    def taken(self, device: Any) -> int:
-        self._taken += 1000
-        return self._taken
 
 
 def train(
@@ -50,7 +34,6 @@ def train(
     has_adapter: bool = True,
     resumes: bool | str = False,
     share_prompts: bool | None = None,
-    memory: list[int] | None = None,
     paying_rank: str | None = None,
     num_tasks: int = len(ROWS),
     holds_until: int | None = None,
@@ -58,9 +41,8 @@ def train(
     **changes: Any,
 ) -> None:
     """
-    Trains two steps, or goes on from the last checkpoint or another one, and writes what came of it. Ranks may have `memory` of a
-    device, and one of them may pay single turns in its first batch. The last one may have a call that is answered only after some
-    batches. A policy may be judged before training.
+    Trains two steps, or goes on from the last checkpoint or another one, and writes what came of it. One rank may pay single turns
+    in its first batch. The last one may have a call that is answered only after some batches. A policy may be judged before training.
     """
     shared_prompts.SHARE_PROMPTS = share_prompts
     folder.mkdir(exist_ok=True)
@@ -77,8 +59,6 @@ def train(
         return [[first] * (t.num_turns - 1) + [answer] for t, answer in zip(trajectory, rewards[-1], strict=True)]
 
     rank = os.environ["RANK"]
-    checkpointing.JOIN_PASSES = memory is not None
-    checkpointing.DeviceMemory = partial(Memory, memory[int(rank)]) if memory else DeviceMemory
     if "deepspeed" in changes:
         import deepspeed
 

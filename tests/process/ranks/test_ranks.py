@@ -42,9 +42,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "ddp": ALL_WEIGHTS,
     "rows": ALL_WEIGHTS | {"share_prompts": False},
     "fsdp2": ALL_WEIGHTS | FSDP2,
-    "apart": ALL_WEIGHTS | {"gradient_accumulation_steps": 4},
-    "joined": ALL_WEIGHTS | {"gradient_accumulation_steps": 4, "memory": [10**12, 10**12]},
-    "joined by one": ALL_WEIGHTS | {"gradient_accumulation_steps": 4, "memory": [10**12, 10**3]},
     "judged": {
         "judges": True,
         "max_steps": 1,
@@ -187,17 +184,6 @@ def test_processes_with_adapters_values_and_masks_that_share_prompts_learn_what_
         check_same(shared, rows)
         assert shared["history"][0]["value/loss"] > 0
         assert shared["history"][0]["mask/in_loss_fraction"] < 1
-
-
-def test_passes_become_one_where_that_fits_on_all_processes(trained: dict[str, list[dict[str, Any]]]) -> None:
-    for rank in (0, 1):
-        num_passes = {name: trained[name][rank]["num_shared"] for name in ("apart", "joined", "joined by one")}
-        assert num_passes == {
-            "apart": 9,
-            "joined": 6,
-            "joined by one": 9,
-        }  # one tries it, and the first batch is measured
-        check_same(trained["joined"][rank], trained["apart"][rank])
 
 
 def test_weights_that_fsdp_shares_out_are_trained_as_whole_ones_are(trained: dict[str, list[dict[str, Any]]]) -> None:

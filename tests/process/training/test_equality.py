@@ -1,4 +1,7 @@
-"""With no servers it is `GRPOTrainer`: the same loss and the same gradients, bit by bit."""
+"""
+With no servers it is `GRPOTrainer`: the same loss and the same gradients, bit by bit. With servers, what has nothing to do changes
+no bit, either.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ from datasets import Dataset
 from helpers.families import family_tokenizer
 from helpers.marks import full
 from helpers.policies import tiny_model
+from helpers.runs import BRIEF, OneByOne, make_trainer
+from helpers.sums import ROWS
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -128,3 +133,45 @@ def test_a_value_head_that_only_looks_on_leaves_the_policy_s_gradients_those_of_
     for ours, theirs in zip(gradients, expected, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert ours.keys() - theirs.keys() == {name for name in ours if "value_head" in name} != set()
+
+
+# Mechanisms that are on by default, and have nothing to do in a short run on-policy whose rewards are of whole trajectories.
+INERT = {
+    "ratio_gate": 1e9,
+    "kl_target": None,
+    "kl_hard_cap": None,
+    "record_trajectories": False,
+    "keep_best": False,
+    "advantage_mode": "group",
+}
+
+
+def _with_servers(folder: Path, policy: str, **changes: Any) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Train two steps with servers in this process and a reference, and evaluate; return losses and gradients."""
+    gradients = _Gradients()
+    settings = BRIEF | {"max_concurrent_trajectories": 1, "seed": 7, "beta": 0.1, "num_generations_eval": 2}
+    settings |= {"num_generations": 4, "per_device_train_batch_size": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2} | changes
+    with make_trainer(folder, policy, OneByOne, callbacks=[gradients], eval_rows=ROWS[:1], **settings) as trainer:
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, gradients.steps
+
+
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory: pytest.TempPathFactory, adding_model: str) -> Any:
+    return _with_servers(tmp_path_factory.mktemp("default"), adding_model)
+
+
+@pytest.mark.parametrize("names", [pytest.param([*INERT], id="all"), *(full([name], id=name) for name in INERT)])
+def test_with_servers_what_has_nothing_to_do_changes_no_bit(
+    tmp_path: Path, adding_model: str, by_default: Any, names: list[str]
+) -> None:
+    expected_losses, expected = by_default
+    losses, gradients = _with_servers(tmp_path, adding_model, **{name: INERT[name] for name in names})
+    assert losses == expected_losses
+    assert len(gradients) == len(expected) == 2
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+    assert all(sum(gradient.abs().sum() for gradient in step.values()) > 0 for step in expected)

@@ -108,6 +108,11 @@ def faulty_turns(trajectory: list[Trajectory], **kwargs: Any) -> list[list[float
     ]
 
 
+def token_sums(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Rewards that differ wherever attempts do."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
 def steps(trainer: MCPGRPOTrainer) -> list[dict[str, Any]]:
     return [entry for entry in trainer.state.log_history if "reward" in entry]
 
@@ -168,11 +173,6 @@ def test_each_turn_has_an_advantage_of_its_own(
         torch.testing.assert_close(last * batch["advantage_scale"], batch["turn_rewards"][:, 1])
 
 
-@pytest.mark.full
-def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: str) -> None:
-    with make_trainer(tmp_path, adding_model, reward=[faulty_turns, exact_answer], max_steps=1) as trainer:
-        trainer.train()
-    entry = steps(trainer)[0]
 @pytest.mark.parametrize("scaling", ["none", "batch"])
 def test_turns_of_one_reward_have_the_advantages_of_their_trajectories_where_those_are_not_scaled(
     tmp_path: Path, adding_model: str, scaling: str
@@ -196,6 +196,11 @@ def test_turns_of_one_reward_have_the_advantages_of_their_trajectories_where_tho
         assert batch["advantage_scale"] > 5
 
 
+@pytest.mark.full
+def test_rewards_by_turn_add_up_to_what_trl_logs(tmp_path: Path, adding_model: str) -> None:
+    with make_trainer(tmp_path, adding_model, reward=[faulty_turns, exact_answer], max_steps=1) as trainer:
+        trainer.train()
+    entry = steps(trainer)[0]
     assert entry["rewards/faulty_turns/mean"] == pytest.approx(entry["rewards/exact_answer/mean"] + 0.25)
 
 
@@ -481,6 +486,38 @@ def test_old_log_probabilities_of_the_trainer_come_with_a_weight_for_the_differe
         (gradient,) = torch.autograd.grad(loss, trainer.logps)
     torch.testing.assert_close(gradient[:, 0] / gradient[:, 2], torch.full((8,), 2.0), rtol=1e-3, atol=0)
     assert (gradient[:, 1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 0), ({"beta": 0.1}, 1), ({"old_logps": "trainer"}, 1), ({"advantage_mode": "gae"}, 1)],
+)
+def test_a_batch_for_two_updates_is_scored_only_where_something_reads_it(
+    tmp_path: Path, adding_model: str, scorings: list[Any], changes: dict[str, Any], expected: int
+) -> None:
+    with make_trainer(tmp_path, adding_model, Spy, num_iterations=2, **changes, **PAIR) as trainer:
+        trainer.train()
+    assert len(scorings) == expected
+    first, second = trainer.batches
+    assert torch.equal(first["old_per_token_logps"], second["old_per_token_logps"])
+    assert ("ref_per_token_logps" in first) == ("beta" in changes)
+
+
+def test_a_scoring_that_nobody_reads_changes_no_update(
+    tmp_path: Path, adding_model: str, scorings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, found = {"num_iterations": 2, "beta": 0.1, "learning_rate": 1e-2}, []
+    for is_scored in (False, True):
+        monkeypatch.setattr(MCPGRPOTrainer, "_reads_own_logps", lambda *_, is_scored=is_scored: is_scored)
+        scorings.clear()
+        with make_trainer(tmp_path, adding_model, OneByOne, reward=token_sums, **changes) as trainer:
+            trainer.train()
+        losses = [(step["loss"], step["grad_norm"]) for step in steps(trainer)]
+        found.append((losses, {name: each.detach() for name, each in trainer.model.named_parameters()}))
+        assert len(scorings) == 1 + is_scored
+    assert all(norm > 0 for _, norm in found[0][0])
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(*(weights for _, weights in found), rtol=0, atol=0)
 
 
 def test_masked_tokens_keep_their_kl_term_also_with_log_probabilities_of_the_trainer(

@@ -14,10 +14,19 @@ from helpers.runs import RELYING_AT_ONCE, OneByOne, make_trainer
 from helpers.sums import ROWS
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
+from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo import MCPGRPOTrainer
-from mcp_grpo.learning import BatchRows, SampledOnly, Unpadded, ValueRecorder, add_value_head, depends_on_width
+from mcp_grpo.learning import (
+    BatchRows,
+    LabelledOnly,
+    SampledOnly,
+    Unpadded,
+    ValueRecorder,
+    add_value_head,
+    depends_on_width,
+)
 
 
 BY_ROW = {"mcp_grpo.learning.shared_prompts.SHARE_PROMPTS": False}
@@ -375,3 +384,62 @@ def test_rows_stay_where_they_are_if_a_pass_is_more_than_their_sum(tmp_path: Pat
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(holder, name, value)
                 assert not trainer._is_sum_of_rows, name
+
+
+@pytest.mark.parametrize(
+    "wraps", [pytest.param(lambda model: model, id="rows"), pytest.param(Unpadded, id="unpadded")]
+)
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_only_tokens_with_labels_are_read_by_the_head(wraps: Any, *, is_adapted: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = tiny_model(family_tokenizer("qwen3"))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    add_value_head(model)
+    torch.nn.init.normal_(model.value_head.out.weight)
+    if is_adapted:
+        adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    inputs, read, found = batch(), [], []
+    labels = inputs["labels"]
+    labels[:, ::3] = -100  # tokens that tools wrote, and others that nobody asks for
+    apply = ChunkedLogProbFunction.apply
+    for is_labelled in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChunkedLogProbFunction, "apply", lambda *args: read.append(len(args[0])) or apply(*args))
+            called = wraps(LabelledOnly(model) if is_labelled else model)
+            output = called(**inputs, fused_lm_head=True, num_values=max(COMPLETIONS))
+        model.zero_grad()
+        weights = torch.arange(labels[:, 1:].numel()).view_as(labels[:, 1:]) / 100
+        ((output.log_probs + output.entropy) * weights).sum().add(output.value_preds.square().sum()).backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        assert output.label_mask.sum() == (labels[:, 1:] != -100).sum()
+        found.append((output.log_probs, output.entropy, output.is_top1 * 1.0, output.value_preds, gradients))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+    assert found[0][0].count_nonzero() == read[1] == (labels[:, 1:] != -100).sum()
+    assert read[0] > 2 * read[1]
+    assert not (model.get_base_model() if is_adapted else model).base_model._forward_hooks
+
+
+def test_rows_without_any_label_say_nothing_and_have_gradients_of_zero(model: Any) -> None:
+    inputs = batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    output = LabelledOnly(model)(**inputs, fused_lm_head=True)
+    model.zero_grad()
+    output.log_probs.sum().backward()
+    assert output.log_probs.abs().sum() == 0
+    assert all(each.grad is None or each.grad.abs().sum() == 0 for each in model.parameters())
+
+
+@pytest.mark.parametrize("wraps", [LabelledOnly, lambda model: Unpadded(LabelledOnly(model))])
+def test_where_trl_reads_only_labels_by_itself_it_is_left_to_that(
+    model: Any, wraps: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcp_grpo.learning.padding.head_reads_all", lambda device: False)
+    given: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs.keys()), with_kwargs=True)
+    try:
+        wraps(model)(**batch(), fused_lm_head=True)
+    finally:
+        hook.remove()
+    assert "labels" in given[0]
+    assert "shift_labels" not in given[0]

@@ -87,6 +87,15 @@ def test_one_attempt_of_a_lost_group_gives_way_to_the_solution(tmp_path: Path, a
     assert log["stop/answered"] <= 1  # of the other fourteen
 
 
+@pytest.mark.parametrize(("rows", "is_lost"), [(HARD, True), (EASY, False)])
+def test_a_batch_for_two_updates_is_scored_for_the_sake_of_solutions(
+    tmp_path: Path, adding_model: str, scorings: list[Any], rows: Any, is_lost: bool
+) -> None:
+    _, watching = run(tmp_path, adding_model, rows, num_iterations=2)
+    assert any(trajectory.is_scripted for trajectory in watching.batches[0]) == is_lost
+    assert len(scorings) == is_lost
+
+
 @pytest.mark.full
 def test_a_solution_goes_on_where_the_user_does(tmp_path: Path, adding_model: str) -> None:
     rounds = {"rounds": [SOLUTION | {"final": "5"}, {"steps": [], "final": "7"}]}

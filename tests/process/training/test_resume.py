@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.marks import full
 from helpers.runs import BRIEF, RELYING_AT_ONCE, OneByOne, make_trainer
 from helpers.sums import ROWS
@@ -221,9 +220,6 @@ def test_with_another_number_of_processes_a_batch_that_was_not_used_up_is_rolled
 @pytest.mark.full
 def test_the_best_checkpoint_is_loaded_with_its_value_head(tmp_path: Path, adding_model: str) -> None:
     class Worsening(MCPGRPOTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, eval_dataset=Dataset.from_list(ROWS), **kwargs)
-
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             return {"eval_quality": -float(self.state.global_step)}
 
@@ -232,6 +228,7 @@ def test_the_best_checkpoint_is_loaded_with_its_value_head(tmp_path: Path, addin
             super()._load_best_model()
 
     settings = {
+        "eval_rows": ROWS,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "metric_for_best_model": "quality",

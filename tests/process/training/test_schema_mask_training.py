@@ -163,11 +163,13 @@ def test_masked_tokens_keep_their_kl_term_over_the_denominator_of_the_others(
         assert whole > without > 0
 
 
+@pytest.mark.parametrize(("policy", "call_format"), [("adding_model", "template"), ("fenced_adding_model", "json")])
 def test_under_a_constraint_every_call_is_valid_and_what_it_forced_is_masked(
-    tmp_path: Path, adding_model: str
+    tmp_path: Path, policy: str, call_format: str, request: pytest.FixtureRequest
 ) -> None:
     settings = HARD | {"schema_mask": "off", "constrained_decoding": True, "temperature": 1.5}
-    with trainer(tmp_path, adding_model, **settings) as spy:
+    settings["call_format"] = call_format
+    with trainer(tmp_path, request.getfixturevalue(policy), **settings) as spy:
         spy.train()
         trajectories = spy._batch.trajectories
     logged = spy.state.log_history[0]

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.learning import Checkpointing, PromptSharing, SharedPrompts, Unpadded, activation_bytes
-from mcp_grpo.learning.checkpointing import FILLED, JOINED, RECOMPUTED, DeviceMemory
+from mcp_grpo.learning.checkpointing import FILLED, RECOMPUTED, DeviceMemory
 
 
 PLENTY, LITTLE = 10**12, 10**3
@@ -31,12 +31,6 @@ class Memory(DeviceMemory):
     def taken(self, device: torch.device) -> int:
         self.num_asked += 1
         return self.per_pass * self.num_asked  # once before a pass, once after it
-
-
-@pytest.fixture(autouse=True)
-def joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let passes be joined."""
-    monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", True)
 
 
 def policy(*, adapter: bool = False, reentrant: bool = False, num_layers: int = 2) -> Any:
@@ -246,29 +240,6 @@ def test_a_pass_that_leaves_no_room_for_its_backward_pass_is_run_again() -> None
     times, found = learnt(model, checkpointing.around(model), rows())
     assert times == 3  # kept, again, and again in the backward pass
     assert all(map(torch.equal, found, expected))
-
-
-def test_what_fits_into_a_pass_is_known_after_the_first() -> None:
-    model = policy()
-    checkpointing = Checkpointing(is_possible=True, memory=Memory(PLENTY, per_pass=240 * 10**6))
-    assert checkpointing.capacity(model) == (0, 0)
-    times_computed(model, checkpointing)
-    kept, again = checkpointing.capacity(model)
-    layers = 10**6 * (1 + RECOMPUTED / model.config.num_hidden_layers)
-    assert kept == pytest.approx(JOINED * PLENTY / layers, rel=1e-3)
-    assert again > kept
-    model.gradient_checkpointing_disable()
-    assert checkpointing.capacity(model) == (kept, 0)
-
-
-def test_what_fits_into_a_pass_is_known_without_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = policy()
-    model.gradient_checkpointing_disable()
-    checkpointing = Checkpointing(is_possible=True, memory=Memory(LITTLE, per_pass=240 * 10**6))
-    assert times_computed(model, checkpointing) == 1
-    assert checkpointing.capacity(model).kept < 240
-    monkeypatch.setattr("mcp_grpo.learning.checkpointing.JOIN_PASSES", False)
-    assert checkpointing.capacity(model) == (0, 0)
 
 
 def test_running_out_of_memory_turns_checkpointing_on_for_good(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,10 @@
-"""Which rows share a pass, and which passes become one."""
+"""Which rows share a pass."""
 
 from typing import Any
 
 import torch
 
-from mcp_grpo.learning import NO_CAPACITY, BatchRows, joined
-from mcp_grpo.learning.checkpointing import Capacity
+from mcp_grpo.learning import BatchRows
 
 
 def passes(prompts: list[list[int]], lengths: list[list[int]], prompt_length: int) -> list[dict[str, Any]]:
@@ -62,33 +61,5 @@ def test_passes_of_several_groups_have_about_as_many_tokens_each() -> None:
 
 
 def test_half_groups_stay_side_by_side() -> None:
-    batches = passes([[1], [2], [1], [2]], [[5], [9], [4], [7]], prompt_length=30)
-    assert rows_of(BatchRows(batches).by_prompt(num_joined=2)) == [[29], [27], [15], [14]]
-
-
-def test_passes_are_joined_as_long_as_they_fit() -> None:
-    rows = BatchRows(passes(GROUPS, LENGTHS, prompt_length=30))
-    # Four of 102 tokens and fewer, two of 143 and 115, one of 258.
-    for kept, expected in ((0, 1), (102, 1), (142, 1), (143, 2), (257, 2), (258, 4)):
-        assert rows.num_joined(Capacity(kept, 0)) == expected
-    assert rows.num_joined(NO_CAPACITY) == 1
-
-
-def test_passes_are_joined_with_checkpointing_only_where_that_saves_more_than_it_costs() -> None:
-    whole = BatchRows(passes(GROUPS, LENGTHS, prompt_length=30))
-    assert whole.num_joined(Capacity(102, 10_000)) == 1
-    assert whole.num_joined(Capacity(10, 10_000)) == 4  # there is no way without it
-    single = [[number] for pair in GROUPS for number in pair]
-    halves = BatchRows(passes(single, [[length] for pair in LENGTHS for length in pair], prompt_length=300))
-    assert halves.num_joined(Capacity(350, 10_000)) == 8  # each prompt once, not twice
-
-
-def test_a_pass_that_several_became_has_their_rows_and_what_is_of_the_batch() -> None:
-    batches = passes(GROUPS, LENGTHS, prompt_length=30)
-    assert [joined(batches, index, 1) for index in range(4)] == batches
-    assert [joined(batches, index, 2) for index in (0, 2)] == [{}, {}]
-    last = joined(batches, 3, 2)
-    assert last["row"].tolist() == [50, 50, 50, 41]
-    assert last["completion_mask"].shape == (4, 40)
-    assert last["num_items_in_batch"] == torch.tensor(38)
-    assert last["nothing"] is None
+    batches = passes([[1, 2]] * 4, [[5, 9], [4, 7], [3, 2], [1, 8]], prompt_length=30)
+    assert rows_of(BatchRows(batches).by_prompt()) == [[29, 28], [27, 22], [15, 14], [13, 11]]

@@ -1,7 +1,9 @@
 """What the rows of a pass begin with, run once: the same numbers and gradients, from fewer tokens."""
 
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ from transformers import (
 from trl.trainer import add_fused_lm_head
 
 from mcp_grpo.errors import SettingsError
-from mcp_grpo.learning import PromptSharing, SharedPrompts, Unpadded, ValueRecorder, add_value_head
-from mcp_grpo.learning.shared_prompts import MIN_SHARED, PromptTree
+from mcp_grpo.learning import PromptSharing, SharedPrompts, Unpadded, ValueRecorder, add_value_head, shared_prompts
+from mcp_grpo.learning.shared_prompts import MIN_SHARED, PromptTree, tree_attention
 
 
 TOOLS, PROMPTS, COMPLETIONS = 24, (20, 7, 30), ((7, 2, 0, 12), (5, 1, 3), (9,))
@@ -110,6 +112,74 @@ def test_attention_is_that_of_the_rows_to_the_last_digit() -> None:
         (hidden[tree.own] * weights).sum().backward()
         gradients.append([p.grad.clone() for p in model.transformer.h.parameters()])
     torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
+
+
+def sequence_by_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """What torch's attention for sequences of different lengths gives, causal from the lower right, written out."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    assert (len(query), len(key)) == (cu_seq_q[-1], cu_seq_k[-1])
+    found = []
+    for (start, end), (first, last) in zip(cu_seq_q.unfold(0, 2, 1), cu_seq_k.unfold(0, 2, 1), strict=True):
+        queries, keys, values = query[start:end], key[first:last], value[first:last]
+        keys, values = (each.repeat_interleave(query.size(1) // key.size(1), dim=1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * (query.size(2) ** -0.5 if scale is None else scale)
+        is_ahead = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + len(keys) - len(queries))
+        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(is_ahead, -torch.inf).softmax(dim=2), values))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("num_key_heads", [4, 2])
+def test_one_kernel_for_all_segments_attends_as_segment_by_segment(
+    num_key_heads: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs it is torch's; here is its place."""
+    tree = tree_of(batch())
+    assert max(len(segment.path) for segment in tree.segments) > 1
+    torch.manual_seed(2)
+    tokens = [torch.randn(1, heads, len(tree), 8, dtype=torch.float64) for heads in (4, num_key_heads, num_key_heads)]
+    weights = torch.randn(1, len(tree), 4, 8, dtype=torch.float64)
+    monkeypatch.setattr(shared_prompts, "_varlen_attn", lambda: sequence_by_sequence)
+    found = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(shared_prompts, "_has_kernel", lambda *_, has_kernel=has_kernel: has_kernel)
+        query, key, value = inputs = [each.clone().requires_grad_() for each in tokens]
+        output, _ = tree_attention(None, query, key, value, None, prompt_tree=tree, scaling=scaling)
+        (output * weights).sum().backward()
+        found.append([output.detach(), *(each.grad for each in inputs)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernel_is_asked_for_causal_attention_with_heads_that_share_keys() -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
+    attend = cast("partial[Any]", shared_prompts._varlen_attn())
+    known = signature(attend.func).parameters  # which are not the same in all versions
+    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    assert attend.keywords == causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+def test_the_kernel_is_for_16_bits_on_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prompts, "_varlen_attn", lambda: sequence_by_sequence)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (7, 5))
+    has_kernel = shared_prompts._has_kernel.__wrapped__
+    old, new, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+    assert has_kernel(new, torch.bfloat16, 128)
+    assert has_kernel(new, torch.float16, 256)
+    for refused in ((old, torch.bfloat16, 128), (cpu, torch.bfloat16, 128), (new, torch.float32, 128)):
+        assert not has_kernel(*refused)
+    assert not has_kernel(new, torch.bfloat16, 264)
+    assert not has_kernel(new, torch.bfloat16, 100)
 
 
 @pytest.mark.parametrize("how", ["all weights", "adapter", "checkpointing", "reentrant checkpointing"])

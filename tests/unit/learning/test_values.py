@@ -256,19 +256,6 @@ def test_rows_that_failed_have_no_weight(has_cuts: bool) -> None:
     assert torch.equal(rest[2], advantages)
 
 
-def test_a_pass_that_several_became_counts_as_several() -> None:
-    batch = scored()
-    found = []
-    for passes, num_passes in (([slice(0, 2), slice(2, None)], 1), ([slice(None)], 2)):
-        _, estimator = metrics_of(batch, VALUES)
-        for rows in passes:
-            part = {name: value[rows] if value.ndim else value for name, value in batch.items()}
-            estimator.loss(part, recorder(VALUES[rows]), batch["num_turns"], num_passes=num_passes)
-        found.append(estimator.end_step(lambda sums: sums)["value/loss"])
-    assert found[1] == pytest.approx(found[0])
-    assert found[0] > 0
-
-
 # Values
 
 
