@@ -13,7 +13,8 @@ Train Qwen3 to use the tools of MCP servers: the desk's, or your own.
 Without `--config`, Qwen3-0.6B is trained with an adapter, and settings are chosen by what the machine has; it says which, and
 why. Every field of `TrainArguments`, `MCPGRPOConfig` and TRL's `ModelConfig` is a flag and a key of the YAML file; a flag comes
 first. `--preflight` checks everything that can be checked before the first step, and stops. `--resume` goes on from the last
-checkpoint. `--minutes` ends training in time. `README.md` beside this file has the configurations, with hardware and memory.
+checkpoint. `--minutes` ends training in time, and `--early_stopping_patience` where evaluations get no better. `README.md`
+beside this file has the configurations, with hardware and memory.
 """
 
 import os
@@ -41,7 +42,7 @@ from recipe_parts.machine import Choice, Machine, choose, describe, fit_to_tasks
 from recipe_parts.preflight import run_preflight
 from recipe_parts.requirements import check_requirements
 from recipe_parts.run_folder import RunFolder
-from transformers import ProgressCallback
+from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mcp_grpo import MCPGRPOConfig, MCPGRPOTrainer, TrainingProgress, Trajectory
@@ -109,6 +110,13 @@ class TrainArguments(TaskArguments):
             "last steps that there is time for."
         },
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "End training after so many evaluations in a row without a better one than the best, which is kept. Needs "
+            "`keep_best`, evaluations and checkpoints."
+        },
+    )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in `output_dir`."})
     debug_trajectory: bool = field(
         default=False,
@@ -136,6 +144,8 @@ class TrainArguments(TaskArguments):
         super().__post_init__()
         if self.minutes is not None and not self.minutes > 0:
             raise SettingsError(f"`minutes` must be above 0, got {self.minutes:g}.")
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise SettingsError(f"`early_stopping_patience` must be at least 1, got {self.early_stopping_patience}.")
 
     def load_train(self) -> Dataset:
         """Load the tasks to train on."""
@@ -148,6 +158,17 @@ class TrainArguments(TaskArguments):
         if self.eval_tasks is None and not self.is_desk:
             raise SettingsError("`eval_strategy` asks for tasks to judge by. Set `eval_tasks`.")
         return self.load(self.eval_tasks, "validation", self.num_eval_tasks)
+
+    def early_stopping(self, config: MCPGRPOConfig) -> list[TrainerCallback]:
+        """Return what ends training where evaluations get no better, if that is asked for."""
+        if self.early_stopping_patience is None:
+            return []
+        if not config.keeps_best(()):
+            raise SettingsError(
+                "`early_stopping_patience` goes by the best evaluation. Set `keep_best`, and `eval_strategy` and `save_strategy` "
+                'other than "no", or leave it out.'
+            )
+        return [EarlyStoppingCallback(self.early_stopping_patience)]
 
     def is_success(self, dataset: Any) -> Callable[[Trajectory], bool] | None:
         """Return what tells whether a task was done; `None` where some of the tasks to judge by do not say what that is."""
@@ -223,6 +244,7 @@ def main(arguments: list[str], started: float | None = None) -> MCPGRPOTrainer |
         print(found)
         return None
     check_requirements(config, model)  # before anything that takes time
+    callbacks = script.early_stopping(config)
     train_dataset, eval_dataset = script.load_train(), script.load_eval(config)
     servers, rewards = script.load_servers(script.server_processes), load_rewards(script.rewards)
     folder = RunFolder(Path(config.output_dir), settings, is_main=config.process_index == 0)
@@ -238,7 +260,7 @@ def main(arguments: list[str], started: float | None = None) -> MCPGRPOTrainer |
             is_success=script.is_success(eval_dataset),
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
-            callbacks=[] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)],
+            callbacks=callbacks + ([] if config.writes_metrics else [MetricsFile(folder.path / METRICS_FILE)]),
         ) as trainer:
             folder.write(trainer, servers)
             if trainer.is_world_process_zero() and checkpoint is None:

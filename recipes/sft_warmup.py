@@ -61,7 +61,9 @@ class WarmupArguments(TaskArguments):
             How tool calls are written: `"template"`, `"json"`, or `"auto"`, as of `MCPGRPOConfig`. The training that follows
             finds it in the tokenizer.
         num_check_tasks (`int`, *optional*, defaults to `16`):
-            Tasks to attempt at the end, to see whether the policy calls tools now; 0 for none.
+            Tasks to attempt at the end, to see whether the policy calls tools now; 0 for none. It has not imitated them, unless
+            there are no others: they are the desk's validation tasks, those of `tasks` after the first `num_tasks`, or the last
+            ones, which are then held out where they are at most a quarter.
         min_valid_calls (`float`, *optional*, defaults to `0.5`):
             Smallest share of its calls that can be made, below which the warm start has failed.
     """
@@ -78,7 +80,11 @@ class WarmupArguments(TaskArguments):
         | {"choices": ["auto", "template", "json"]},
     )
     num_check_tasks: int = field(
-        default=16, metadata={"help": "Tasks to attempt at the end, to see whether the policy calls tools now."}
+        default=16,
+        metadata={
+            "help": "Tasks to attempt at the end, to see whether the policy calls tools now: others than it imitates, where there "
+            "are any."
+        },
     )
     min_valid_calls: float = field(
         default=MIN_VALID_CALLS,
@@ -113,7 +119,7 @@ def main(arguments: list[str]) -> SFTTrainer:
     if config.chat_template_path is not None:
         policy = take_chat_template(model, init_kwargs, tokenizer, config)
     servers = script.load_servers()
-    tasks = tasks_from_rows(script.load(script.tasks, "train", script.num_tasks))
+    tasks, others = split_tasks(script)
     trainer = imitate(
         policy,
         tokenizer,
@@ -131,12 +137,30 @@ def main(arguments: list[str]) -> SFTTrainer:
     if trainer.is_world_process_zero():
         write_settings(settings, folder / "config.yaml")
     if script.num_check_tasks:
-        check_calls(trainer, tasks[: script.num_check_tasks], script)
+        check_calls(
+            trainer, others or tasks[: script.num_check_tasks], script, "not imitated" if others else "imitated"
+        )
     return trainer
 
 
-def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments) -> None:
-    """Attempt tasks, print how many of the policy's calls can be made, and raise [`SettingsError`] if they are too few."""
+def split_tasks(script: WarmupArguments) -> tuple[list[Task], list[Task]]:
+    """Return the tasks to imitate, and others to attempt at the end: none where all are needed to imitate."""
+    number = script.num_check_tasks
+    if script.tasks is None:
+        tasks = tasks_from_rows(script.load(None, "train", script.num_tasks))
+        return tasks, tasks_from_rows(script.load(None, "validation", number)) if number else []
+    given = tasks_from_rows(script.load(script.tasks, "train", None))
+    tasks, others = given[: script.num_tasks], given[script.num_tasks or len(given) :][:number]
+    if len(others) < number <= len(tasks) / 4:
+        return tasks[:-number], tasks[-number:]
+    return tasks, others
+
+
+def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments, which: str) -> None:
+    """
+    Attempt tasks, print how many of the policy's calls can be made, and which tasks they are, and raise [`SettingsError`] if
+    they are too few.
+    """
     folder = Path(cast("str", trainer.args.output_dir))
     settings = {
         "output_dir": str(folder / "check"),
@@ -168,7 +192,7 @@ def check_calls(trainer: SFTTrainer, tasks: list[Task], script: WarmupArguments)
             "out with `--num_check_tasks 0`."
         )
     if trainer.is_world_process_zero():
-        print(said)
+        print(f"{said} The tasks were {which} before.")
     if share < script.min_valid_calls:
         raise SettingsError(
             f"The warm start has not taught the policy to call tools: {share:.0%} of its calls can be made, less than "

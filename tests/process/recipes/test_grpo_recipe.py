@@ -620,3 +620,15 @@ def test_the_log_of_a_failed_run_has_its_traceback_without_secrets(
     assert "RuntimeError: refused: ***, ␛]0;Bearer ***" in log
     assert "Traceback" in log
     assert "canary-of-a-key-1" not in log
+
+
+def test_training_ends_where_evaluations_get_no_better_and_the_best_is_kept(own: list[str], tmp_path: Path) -> None:
+    tasks = own[own.index("--tasks") + 1]
+    judged = ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_tasks", tasks, "--num_eval_tasks", "1"]
+    saved = ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "out")]
+    flags = ["--max_steps", "4", "--rewards", "exact_answer", "--early_stopping_patience", "1"]
+    trainer = grpo_qwen3.main([*own, *judged, *saved, *flags])
+    assert trainer is not None
+    assert (trainer.state.global_step, trainer.state.best_global_step) == (2, 1)
+    with pytest.raises(SettingsError, match=r"goes by the best evaluation\. Set `keep_best`"):
+        grpo_qwen3.main([*own, *judged, *saved, *flags, "--keep_best", "false"])

@@ -199,16 +199,49 @@ def test_a_warm_start_says_what_it_was_good_for_and_one_that_was_for_nothing_fai
     few = ["--output_dir", str(tmp_path), "--max_steps", "1"]
     with pytest.raises(SettingsError, match=r"0% of its calls can be made, less than `min_valid_calls` \(50%\)"):
         sft_warmup.main([*arguments, *few])
-    assert "Of 5 attempts 0 called a tool; 0% of the calls could be made" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Of 5 attempts 0 called a tool; 0% of the calls could be made" in said
+    assert "The tasks were imitated before." in said  # there are too few to hold some out
     assert (tmp_path / "model.safetensors").exists()  # nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "imitated", "attempted"),
+    [
+        (64, {}, range(48), range(48, 64)),
+        (40, {"num_check_tasks": 10}, range(30), range(30, 40)),
+        (39, {"num_check_tasks": 10}, range(39), []),
+        (40, {"num_tasks": 20, "num_check_tasks": 10}, range(20), range(20, 30)),
+        (22, {"num_tasks": 20, "num_check_tasks": 4}, range(16), range(16, 20)),
+        (40, {"num_check_tasks": 0}, range(40), []),
+    ],
+)
+def test_tasks_to_attempt_are_held_out_where_at_most_a_quarter_is_missed(
+    tmp_path: Path, number: int, flags: dict[str, int], imitated: Any, attempted: Any
+) -> None:
+    rows = [{**ROWS[0], "task_id": str(i)} for i in range(number)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = sft_warmup.WarmupArguments(tasks=str(tmp_path / "tasks.jsonl"), **flags)
+    found = tuple([int(task.task_id) for task in tasks] for tasks in sft_warmup.split_tasks(script))
+    assert found == (list(imitated), list(attempted))
+
+
+def test_tasks_of_the_desk_to_attempt_are_of_its_validation_split() -> None:
+    tasks, others = sft_warmup.split_tasks(sft_warmup.WarmupArguments(num_tasks=20))
+    assert [task.prompt for task in tasks] == [task.prompt for task in tasks_from_rows(build_tasks("train", 20))]
+    assert [task.prompt for task in others] == [task.prompt for task in tasks_from_rows(build_tasks("validation", 16))]
 
 
 def test_a_warm_start_in_fenced_json_is_found_by_what_follows(
     warm: tuple[Path, Any, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, arguments = warm
-    sft_warmup.main([*arguments, "--output_dir", str(tmp_path / "warm"), "--call_format", "json"])
-    assert "Of 5 attempts 5 called a tool" in capsys.readouterr().out
+    sft_warmup.main(
+        [*arguments, "--output_dir", str(tmp_path / "warm"), "--call_format", "json", "--num_check_tasks", "1"]
+    )
+    said = capsys.readouterr().out
+    assert "Of 1 attempts 1 called a tool" in said
+    assert "The tasks were not imitated before." in said
     with make_trainer(tmp_path / "run", str(tmp_path / "warm"), max_steps=1) as trainer:
         trainer.train()
         assert trainer.state.log_history[0]["tools/valid_rate"] > 0.5
