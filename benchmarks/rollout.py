@@ -14,10 +14,15 @@ token. Call number k of trajectory i takes equally long for all contenders:
   and "TRL async" the rollout worker of `trl.experimental.async_grpo`, one coroutine per trajectory without its queue and its scoring; all
   on one vLLM server that is started for them (`--parts server`).
 
+- "clock" is TRL's engine, driven by nothing but a clock on one thread: when a call would have ended, the next turn is added. It is what a loop
+  that takes no time of its own would reach. "clock, held" is the same, but new turns wait until the last ones were added 50 ms ago, so that fewer
+  steps have prompts to read.
+
 Our tools are those of a real MCP server process over stdio (`--tools mcp`), or coroutines that sleep (`--tools sleep`).
 
 The bound is what no loop can beat: the longer of the slowest trajectory's own time (its turns alone on the engine, plus its
-tools) and the engine's time for all tokens without any tools, both measured here. On a GPU it exits with 1 if, at 64
+tools) and the engine's time for all tokens without any tools, both measured here. It leaves out that calls end at different times, so that steps have
+fewer sequences and more of them read prompts; the clock has that. On a GPU it exits with 1 if, at 64
 trajectories and the heavy-tailed latency, ours is less than 15 times as fast as TRL or reaches less than 0.85 of the bound;
 if it is slower than TRL without latency; or if 512 trajectories give fewer tokens per second than 64. It also exits with 1
 if a contender fails, after all others have had their turn. On a CPU (`--device cpu`) the model is tiny and there is no
@@ -31,6 +36,7 @@ import argparse
 import asyncio
 import copy
 import gc
+import heapq
 import json
 import logging
 import math
@@ -88,8 +94,10 @@ NONE, TAIL = "0", "tail0.45"
 NAMES = {NONE: "none", "0.1": "0.1 s", TAIL: "0.45 s, heavy tail", "2": "2 s"}
 TRL, OURS, APART, SERVED, ASYNC = "TRL", "ours", "ours, engine apart", "ours, server", "TRL async"
 AS_TEXT = "ours, server's text"
+CLOCK, HELD = "clock", "clock, held"
 STYLES = {TRL: ("s-", "C3"), OURS: ("o-", "C0"), APART: ("o:", "C0"), SERVED: ("^--", "C0"), ASYNC: ("v--", "C3")}
-STYLES |= {AS_TEXT: ("^:", "C0")}
+STYLES |= {AS_TEXT: ("^:", "C0"), CLOCK: ("-", "C7")}
+HOLD = 0.05  # seconds
 JUDGED = 64  # trajectories
 MANY = 512
 MIN_SPEEDUP = 15.0
@@ -280,6 +288,41 @@ class InProcess:
         """Our loop on the same engine."""
         self.llm.reset_prefix_cache()
         return self._ours.run(self._generator, script)
+
+    def run_by_clock(self, script: Script, hold: float = 0.0) -> float:
+        """The engine alone: each turn is added when its call would have ended, or up to `hold` seconds later."""
+        from mcp_grpo.sampling import Sampling
+        from mcp_grpo.sampling.vllm_generator import _params
+
+        self.llm.reset_prefix_cache()
+        engine, count = self.llm.llm_engine, len(script.latencies)
+        histories, suffix = [list(prompt) for prompt in self._ours.prompts(count)], self._ours.suffix
+        params = _params(Sampling(max_tokens=script.tokens), [], with_seed=False)
+        turns, num_tokens, added = [0] * count, 0, -math.inf
+        due = [(0.0, index) for index in range(count)]  # a heap
+        start = time.perf_counter()
+        while due or engine.has_unfinished_requests():
+            now = time.perf_counter() - start
+            if now - added >= hold or not engine.has_unfinished_requests():
+                while due and due[0][0] <= now:
+                    _, index = heapq.heappop(due)
+                    engine.add_request(f"clock-{index}-{turns[index]}", {"prompt_token_ids": histories[index]}, params)
+                    added = now
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, due[0][0] - now))
+                continue
+            for output in engine.step():
+                if output.finished:
+                    index, sampled = int(output.request_id.split("-")[1]), output.outputs[0].token_ids
+                    num_tokens += len(sampled)
+                    histories[index] = [*histories[index], *sampled, *suffix]
+                    if turns[index] < script.num_calls:
+                        ends = time.perf_counter() - start + script.latencies[index][turns[index]]
+                        heapq.heappush(due, (ends, index))
+                        turns[index] += 1
+        seconds = time.perf_counter() - start
+        check_count("the clock", num_tokens, script)
+        return seconds
 
     def bound(self, script: Script) -> float:
         """What no loop can beat."""
@@ -536,6 +579,9 @@ def run_in_process(run: Run, folder: str, ours: Ours, output: Path) -> None:
     for cell in run.cells:
         cell.bound = parts.bound(run.script(cell.latency, cell.num_trajectories))
     run.measure(OURS, parts.run_ours, run.cells, arguments.repeats)
+    run.measure(CLOCK, parts.run_by_clock, run.cells, arguments.repeats)
+    slow = [cell for cell in run.cells if cell.latency != NONE]
+    run.measure(HELD, partial(parts.run_by_clock, hold=HOLD), slow, arguments.repeats)
     run.measure(TRL, parts.run_trl, run.cells_for_trl())
 
 
@@ -645,12 +691,16 @@ def _check(claim: str, got: float, least: float) -> Check:
 
 def table(run: Run) -> str:
     """All cells."""
-    others = [name for name in (APART, SERVED, AS_TEXT, ASYNC) if any(name in cell.seconds for cell in run.cells)]
+    others = [
+        name
+        for name in (CLOCK, HELD, APART, SERVED, AS_TEXT, ASYNC)
+        if any(name in cell.seconds for cell in run.cells)
+    ]
     header = ["latency", "trajectories", "TRL, s", "ours, s", "tokens/s, TRL", "tokens/s, ours", "times as fast"]
-    header += ["bound, s", "bound / ours", *[f"{name}, s" for name in others]]
+    header += ["bound, s", "bound / ours", f"{CLOCK} / ours", *[f"{name}, s" for name in others]]
     rows = []
     for cell in run.cells:
-        ours, trl = cell.median(OURS), cell.median(TRL)
+        ours, trl, clock = cell.median(OURS), cell.median(TRL), cell.median(CLOCK)
         rate = [f"{cell.num_tokens / seconds:,.0f}" if seconds else "" for seconds in (trl, ours)]
         rows.append(
             [
@@ -662,6 +712,7 @@ def table(run: Run) -> str:
                 f"{trl / ours:.1f}" if trl and ours else "",
                 f"{cell.bound:.2f}" if cell.bound else "",
                 f"{cell.bound / ours:.2f}" if cell.bound and ours else "",
+                f"{clock / ours:.2f}" if clock and ours else "",
                 *[f"{cell.median(name):.2f}" if cell.median(name) else "" for name in others],
             ]
         )
