@@ -93,11 +93,16 @@ class Imitation(SFTTrainer):
         return self._shares
 
     def _hindrance(self, model: Any) -> str | None:
-        """Say what would be drawn once for all rows that share a token, if anything is drawn at all."""
+        """Say what would be drawn, or counted, once for all rows that share a token, if anything is."""
         if any(isinstance(each, torch.nn.Dropout) and each.p > 0 for each in model.modules()):
             return "there is dropout. Set `lora_dropout` to 0, if it is the adapter's."
         if self.neftune_noise_alpha is not None:
             return "`neftune_noise_alpha` is set."
+        if self.aux_loss_enabled:
+            return (
+                "the load of the model's experts is balanced, which counts each token of each solution. Set `router_aux_loss_coef` to 0 to "
+                "leave that out."
+            )
         return None
 
 

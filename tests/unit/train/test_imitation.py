@@ -9,6 +9,7 @@ from datasets import Dataset
 from helpers.families import family_tokenizer
 from helpers.policies import tiny_model
 from peft import LoraConfig
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import SFTTrainer
 
 from mcp_grpo.environments import function_server
@@ -38,6 +39,13 @@ def solutions(prompt: str, tokenizer: Any) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def with_experts(config: Qwen3Config) -> Qwen3MoeForCausalLM:
+    """A model of the same size with four experts, whose load TRL balances."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**config.to_dict(), **experts}))
+
+
 def imitated(
     folder: Path, adapter: LoraConfig | None, kind: type[SFTTrainer] = Imitation, **changes: Any
 ) -> tuple[list[Any], dict[str, Any], int]:
@@ -46,6 +54,8 @@ def imitated(
     torch.manual_seed(0)
     shape = changes.pop("shape", {})
     model = tiny_model(tokenizer, attention_dropout=changes.pop("attention_dropout", 0.0), **shape)
+    if changes.pop("has_experts", False):
+        model = with_experts(model.config)
     num_tokens = 0
 
     def count(module: Any, given: Any) -> None:
@@ -99,6 +109,7 @@ def test_what_solutions_begin_with_is_run_once_and_teaches_the_same(
         ({"attention_dropout": 0.1}, "attention has dropout"),
         ({"lora_dropout": 0.1}, "Set `lora_dropout` to 0"),
         ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` is set"),
+        ({"has_experts": True}, "Set `router_aux_loss_coef` to 0"),
         ({"label_smoothing_factor": 0.1}, None),
         ({"pad_to_multiple_of": 64}, None),
     ],
@@ -113,6 +124,15 @@ def test_solutions_are_imitated_one_by_one_where_they_cannot_share(
     assert all(str(said) in each for each in told)
     expected, expected_weights, num_padded = imitated(tmp_path, adapter, SFTTrainer, **dict(changes))
     assert num_tokens == num_padded
+    torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
+
+
+def test_solutions_share_where_the_load_of_experts_is_not_balanced(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"has_experts": True, "router_aux_loss_coef": 0.0}
+    logged, weights, num_tokens = imitated(tmp_path, None, **settings)
+    expected, expected_weights, num_padded = imitated(tmp_path, None, SFTTrainer, **settings)
+    assert num_tokens < 0.8 * num_padded
     torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
 
