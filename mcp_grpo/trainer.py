@@ -93,6 +93,7 @@ from mcp_grpo.publishing import (
     checked_checkpoint,
     finish_checkpoint,
     load_state,
+    newest_checkpoint,
     save_state,
     shared_system,
 )
@@ -417,18 +418,23 @@ class MCPGRPOTrainer(GRPOTrainer):
                 if self._records is not None:
                     self._records.close()
         if stopped := next((note for note in self.health_notes if note.is_fatal), None):
-            raise HealthError(f"{stopped.sentence} {self._after_stop(stopped.step)}")
+            raise HealthError(f"{stopped.sentence} {self._after_stop(stopped)}")
         return output
 
-    def _after_stop(self, step: int) -> str:
+    def _after_stop(self, stopped: HealthNote) -> str:
         """Say where a run was stopped, and how to go on."""
-        saved = f"checkpoint-{step} in {self.args.output_dir}" if self.args.save_strategy != "no" else "no checkpoint"
-        best = self._kept_step
+        folder, best, since = self.args.output_dir, self._kept_step, stopped.since
+        saved = f"checkpoint-{stopped.step} in {folder}" if self.args.save_strategy != "no" else "no checkpoint"
         kept = f"; step {best}, the best that was evaluated, is the policy that is kept" if best else ""
-        return (
-            f"The run was stopped at step {step}, with {saved}{kept}. To train on all the same, set "
-            '`on_unhealthy="warn"`.'
-        )
+        said = [f"The run was stopped at step {stopped.step}, with {saved}{kept}."]
+        if since is not None and not best:
+            earlier, _ = newest_checkpoint(folder, before=since - 1)  # from which its batch was sampled
+            said.append(
+                f"It began at about step {since}, and no checkpoint is from before that."
+                if earlier is None
+                else f"It began at about step {since}: {Path(earlier).name} is from before that."
+            )
+        return " ".join([*said, 'To train on all the same, set `on_unhealthy="warn"`.'])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See [`~transformers.Trainer`]. With `servers`, rewards by task are also kept in `evaluations.jsonl`."""

@@ -53,17 +53,20 @@ class HealthNote:
             What is wrong, and what to do.
         is_fatal (`bool`):
             Whether it is a reason to stop the run.
+        since (`int`, *optional*):
+            Of a policy that has got worse: a step from which it may have been so. `None` if it was never better, and of other signs.
     """
 
     step: int
     name: str
     sentence: str
     is_fatal: bool
+    since: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sign:
-    """A sign of ill health: the metrics it needs, when it shows, for how long it is borne, and what to say."""
+    """A sign of ill health: the metrics it needs, when it shows, for how long it is borne, what to say, and whether it is of a fall."""
 
     name: str
     keys: tuple[str, ...]
@@ -71,6 +74,7 @@ class _Sign:
     sentence: Callable[[Metrics], str]
     patience: int = 1  # times that of the run; 0 for what is never bad luck
     is_fatal: bool = False
+    is_fall: bool = False
 
 
 @dataclass(slots=True)
@@ -123,7 +127,7 @@ def _has_collapsed(m: Metrics) -> bool:
 
 
 _TREND_KEYS = (*(f"now/{name}" for name in ("entropy", "reward", "stop/answered", "cuts")), "first/cuts")
-_GO_BACK = "Go on from a checkpoint before the fall."
+_GO_BACK = "Go on from a checkpoint before the fall, or start anew."
 _LESS_DRASTIC = "Lower `learning_rate`, raise `beta` so that a reference holds the policy, or set `entropy_coef` (0.001 is a start)."
 
 _LOOK = (
@@ -200,6 +204,7 @@ _SIGNS = (
             f"nothing to learn from. {_what_calls_need(m)}"
         ),
         is_fatal=True,
+        is_fall=True,
     ),
     _Sign(
         name="never_calls",
@@ -208,6 +213,7 @@ _SIGNS = (
         sentence=lambda m: f"The policy has called no tool. {_what_calls_need(m)}",
         patience=LONG,
         is_fatal=True,
+        is_fall=True,
     ),
     _Sign(
         name="no_spread",
@@ -232,6 +238,7 @@ _SIGNS = (
             f"{_GO_BACK}"
         ),
         is_fatal=True,
+        is_fall=True,
     ),
     _Sign(  # before the next, which would hide it
         name="cuts",
@@ -348,6 +355,9 @@ class Health:
         self._explained: deque[float] = deque(maxlen=2 * EV_WINDOW)
         self._flat: deque[float] = deque(maxlen=FLAT_WINDOW)
         self._num_batches = 0
+        self._steps: deque[int] = deque(maxlen=WINDOW)  # of the last batches
+        self._since: dict[str, int | None] = {}  # from which step a sign shows that the policy got worse
+        self._cut_since: int | None = None  # step from which every batch had more cuts than the first
         self._trends = {name: _Trend() for name in TRENDS}
         self.notes: list[HealthNote] = []
 
@@ -373,14 +383,21 @@ class Health:
                 "is right, and the gradient is not 0. Judge by reward, KL divergence and gradient norm."
             )
         seen = self._with_trends(metrics)
+        if "reward" in metrics:
+            self._steps.append(step)
+        if "first/cuts" in seen:
+            is_more = seen["cuts"] > seen["first/cuts"] + MAX_CUT_RISE
+            self._cut_since = (self._cut_since or step) if is_more else None
         said = [note for sign in _SIGNS if (note := self._check_sign(sign, seen, step))]
         said += self._check_value(metrics.get("value/explained_variance"), step)
         return said
 
-    def note(self, name: str, sentence: str, step: int, *, is_fatal: bool = False) -> HealthNote:
+    def note(
+        self, name: str, sentence: str, step: int, *, is_fatal: bool = False, since: int | None = None
+    ) -> HealthNote:
         """Remember that something is wrong, at a step; return the note."""
         stops = {"stop": is_fatal, "warn": False, "strict": True}[self._reaction]
-        self.notes.append(HealthNote(step=step, name=name, sentence=sentence, is_fatal=stops))
+        self.notes.append(HealthNote(step=step, name=name, sentence=sentence, is_fatal=stops, since=since))
         return self.notes[-1]
 
     @property
@@ -395,12 +412,21 @@ class Health:
         if not all(key in metrics for key in sign.keys):
             return None  # nothing new to tell by
         self._counts[sign.name] = self._counts.get(sign.name, 0) + 1 if sign.shows(metrics) else 0
+        if sign.is_fall and self._counts[sign.name] == 1:
+            self._since[sign.name] = self._began(sign, step)
         if self._counts[sign.name] < self._needed(sign) or any(note.name == sign.name for note in self.notes):
             return None
         sentence = sign.sentence(metrics)
         if sign.patience:
             sentence = f"In {self._needed(sign)} batches in a row: {sentence}"
-        return self.note(sign.name, sentence, step, is_fatal=sign.is_fatal)
+        return self.note(sign.name, sentence, step, is_fatal=sign.is_fatal, since=self._since.get(sign.name))
+
+    def _began(self, sign: _Sign, step: int) -> int | None:
+        """Return from which step on the policy may have been worse; `None` if no batch came before that."""
+        is_average = any(key.startswith("now/") for key in sign.keys)
+        if is_average:  # which falls after what it is an average of
+            return min(self._steps[0], self._steps[-1] if self._cut_since is None else self._cut_since)
+        return step if len(self._steps) > 1 else None
 
     def _with_trends(self, metrics: Metrics) -> dict[str, float]:
         """Add to the metrics of a batch what they were in the first one, were at the start, are now, and were at their best."""
@@ -443,6 +469,9 @@ class Health:
         return {
             "counts": dict(self._counts),
             "num_batches": self._num_batches,
+            "steps": list(self._steps),
+            "since": dict(self._since),
+            "cut_since": self._cut_since,
             "explained": list(self._explained),
             "flat": list(self._flat),
             "trends": {name: asdict(trend) for name, trend in self._trends.items()},
@@ -463,6 +492,9 @@ class Health:
         self._counts = {name: 0 if name in stopped else count for name, count in state["counts"].items()}
         self._explained = deque(state["explained"], maxlen=2 * EV_WINDOW)
         self._flat = deque(state.get("flat", ()), maxlen=FLAT_WINDOW)
+        self._steps = deque(state.get("steps", ()), maxlen=WINDOW)
+        self._since = dict(state.get("since", {}))
+        self._cut_since = state.get("cut_since")
         if "trends" in state:  # not in the checkpoints of earlier versions
             self._num_batches = state["num_batches"]
             self._trends = {name: _Trend(**values) for name, values in state["trends"].items()}

@@ -6,6 +6,7 @@ a part later is found out by its manifest.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -69,10 +70,12 @@ def checkpoint_problem(folder: Path) -> str | None:
     return f"{cut[0]} has {found[cut[0]]} bytes instead of {expected[cut[0]]}" if cut else None
 
 
-def newest_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint that is complete, and what is wrong with each newer one."""
+def newest_checkpoint(output_dir: str | Path, *, before: float = math.inf) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint that is complete, of those before a step, and what is wrong with each newer one."""
     problems: list[str] = []
-    for folder in _checkpoints(Path(output_dir)):
+    for folder, step in _checkpoints(Path(output_dir)).items():
+        if step >= before:
+            continue
         problem = checkpoint_problem(folder)
         if problem is None:
             return str(folder), problems
@@ -106,10 +109,11 @@ def checked_checkpoint(resume_from: Any, output_dir: str | Path) -> tuple[Any, s
     return found, " ".join([*problems, f"The run goes on from {found!r}."])
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def _checkpoints(folder: Path) -> dict[Path, int]:
+    """Return the checkpoints in a folder with their steps, the newest first."""
     named = {path: _CHECKPOINT.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ())}
     steps = {path: int(match[1]) for path, match in named.items() if match and path.is_dir()}
-    return sorted(steps, key=steps.__getitem__, reverse=True)
+    return dict(sorted(steps.items(), key=lambda item: -item[1]))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """Runs that learn nothing, or unlearn what they knew, stop by themselves and say so where one looks: in the terminal."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from helpers.sums import ROWS, SERVERS, save_talking_model
 Train = Callable[..., Said]
 
 REWARD = '''
-def letters(trajectory, **kwargs):
-    """Pay for every "a", also if there is no end to them: what is rewarded is not the task."""
-    return [sum(str(m.get("content") or "").count("a") for m in t.messages if m["role"] == "assistant") / 24 for t in trajectory]
+def letters(trajectory, trainer_state, **kwargs):
+    """Pay nothing at first, and then for every "a", also if there is no end to them: what is rewarded is not the task."""
+    is_paid = trainer_state.global_step >= 6
+    return [is_paid * sum(str(m.get("content") or "").count("a") for m in t.messages if m["role"] == "assistant") / 24 for t in trajectory]
 '''
 
 
@@ -106,10 +108,12 @@ def test_a_policy_that_collapses_stops_the_run(
         max_steps=60,
         learning_rate=5e-3,
         lr_scheduler_type="constant",
+        save_steps=2,
+        save_total_limit=20,
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "entropy" in line]
-    assert steps[0]["stop/max_tokens"] < 0.5 < 0.8 < steps[-1]["stop/max_tokens"]
+    assert max(line["stop/max_tokens"] for line in steps[:6]) < 0.5 < 0.8 < steps[-1]["stop/max_tokens"]
     # It often rises at first, as the first update makes the policy look for what is paid.
     assert steps[-1]["entropy"] < 0.25 * max(line["entropy"] for line in steps)
     assert said.status == 1
@@ -118,6 +122,9 @@ def test_a_policy_that_collapses_stops_the_run(
     last = said.err.splitlines()[-1]
     assert any(each in last for each in ends)
     assert "Lower `learning_rate`" in last
+    began, kept = map(int, re.findall(r"It began at about step (\d+): checkpoint-(\d+) is from before that", last)[0])
+    assert 6 <= kept < began < steps[-1]["step"]
+    assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert "WARNING: Step" in said.terminal
     assert len(steps) < 60
     assert (tmp_path / "run" / f"checkpoint-{steps[-1]['step']}").is_dir()

@@ -129,6 +129,7 @@ def test_a_collapse_that_takes_one_update_is_one_too() -> None:
     (fatal,) = (note for note in notes if note.is_fatal)
     assert fatal.name == "collapse"
     assert "cut trajectories went from 5% to 98%" in fatal.sentence
+    assert fatal.since == 2
     assert "(5% at the start, now 98%)" in next(note.sentence for note in notes if note.name == "rising_cuts")
 
 
@@ -152,6 +153,8 @@ def test_a_policy_that_has_unlearnt_to_call_is_told_from_one_that_never_could(
     assert "It called some before it was trained (1.3 calls a trajectory)" in unlearnt.sentence
     assert "Lower `learning_rate`" in unlearnt.sentence
     assert advice not in unlearnt.sentence
+    assert never.since is None
+    assert unlearnt.since == (None if name == "no_calls" else 2)  # which is no reason to stop
 
 
 def test_entropy_may_fall_to_nothing_while_the_reward_rises() -> None:
@@ -161,7 +164,10 @@ def test_entropy_may_fall_to_nothing_while_the_reward_rises() -> None:
 def test_a_reward_that_rose_and_fell_again_while_entropy_vanished_is_a_collapse() -> None:
     rise = trend({"entropy": 0.3, "reward": 0.1}, {"entropy": 0.1, "reward": 0.8})
     notes = notes_of(rise + trend({"entropy": 0.1, "reward": 0.8}, {"entropy": 0.01, "reward": 0.1}))
-    assert [note.name for note in notes if note.is_fatal] == ["collapse"]
+    (fatal,) = (note for note in notes if note.is_fatal)
+    assert fatal.name == "collapse"
+    assert fatal.since is not None
+    assert len(rise) < fatal.since < fatal.step
 
 
 @pytest.mark.parametrize(

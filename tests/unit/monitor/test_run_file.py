@@ -11,7 +11,7 @@ import pytest
 from mcp_grpo.monitor import RUN_FILE, HealthNote, RunFile
 
 
-NOTE = HealthNote(step=3, name="no_calls", sentence="No tool was called.", is_fatal=False)
+NOTE = HealthNote(step=3, name="no_calls", sentence="No tool was called.", is_fatal=False, since=2)
 ARGS: Any = SimpleNamespace(beta=0.1, kl_target=0.4, ratio_gate=4.0)
 STATE: Any = SimpleNamespace(max_steps=30)
 
@@ -31,7 +31,7 @@ def test_it_says_how_far_a_run_goes_its_bounds_and_what_was_said(tmp_path: Path)
     notes.append(NOTE)
     file.write()
     assert read(tmp_path)["health"] == [
-        {"step": 3, "name": "no_calls", "sentence": "No tool was called.", "is_fatal": False}
+        {"step": 3, "name": "no_calls", "sentence": "No tool was called.", "is_fatal": False, "since": 2}
     ]
     file.note({"prompts": "Prompts are run once."})
     assert read(tmp_path)["chosen"] == {"prompts": "Prompts are run once."}
