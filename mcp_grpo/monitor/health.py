@@ -423,10 +423,11 @@ class Health:
 
     def _began(self, sign: _Sign, step: int) -> int | None:
         """Return from which step on the policy may have been worse; `None` if no batch came before that."""
-        is_average = any(key.startswith("now/") for key in sign.keys)
-        if is_average:  # which falls after what it is an average of
-            return min(self._steps[0], self._steps[-1] if self._cut_since is None else self._cut_since)
-        return step if len(self._steps) > 1 else None
+        if len(self._steps) == 1:
+            return None
+        is_average = any(key.startswith("now/") for key in sign.keys)  # which falls after what it is an average of
+        began = self._steps[0] if is_average else step
+        return began if self._cut_since is None else min(began, self._cut_since)
 
     def _with_trends(self, metrics: Metrics) -> dict[str, float]:
         """Add to the metrics of a batch what they were in the first one, were at the start, are now, and were at their best."""

@@ -157,6 +157,16 @@ def test_a_policy_that_has_unlearnt_to_call_is_told_from_one_that_never_could(
     assert unlearnt.since == (None if name == "no_calls" else 2)  # which is no reason to stop
 
 
+def test_a_fall_begins_where_trajectories_no_longer_end() -> None:
+    cut = {"stop/max_tokens": 0.9, "stop/max_turns": 0.0}
+    silent = cut | {"tools/call_frequency": 0.0}
+    series = [{"stop/max_tokens": 0.0}] * 4 + [cut] * 3 + [silent] * 6
+    (fatal,) = (note for note in notes_of(series) if note.is_fatal)
+    assert (fatal.name, fatal.since) == ("never_calls", 5)
+    (fatal,) = (note for note in notes_of([{}] * 7 + [{"tools/call_frequency": 0.0}] * 6) if note.is_fatal)
+    assert (fatal.name, fatal.since) == ("never_calls", 8)
+
+
 def test_entropy_may_fall_to_nothing_while_the_reward_rises() -> None:
     assert notes_of(trend({"entropy": 0.3, "reward": 0.2}, {"entropy": 0.01, "reward": 0.95}, 40)) == []
 
