@@ -428,7 +428,7 @@ class MCPGRPOTrainer(GRPOTrainer):
         kept = f"; step {best}, the best that was evaluated, is the policy that is kept" if best else ""
         said = [f"The run was stopped at step {stopped.step}, with {saved}{kept}."]
         if since is not None and not best:
-            earlier, _ = newest_checkpoint(folder, before=since - 1)  # from which its batch was sampled
+            earlier, _ = newest_checkpoint(str(folder), before=since - 1)  # from which its batch was sampled
             said.append(
                 f"It began at about step {since}, and no checkpoint is from before that."
                 if earlier is None

@@ -44,7 +44,7 @@ class TrainArguments:
         steps (`int`, *optional*):
             Steps of training; by the size of the model if not given.
         minutes (`float`, *optional*):
-            Minutes that the command may take, about: training ends early enough for what follows it.
+            Minutes that the command may take, about: a warm start and training end early enough for what follows them.
         learning_rate (`float`, *optional*):
             Learning rate; by the size of the model if not given.
         seed (`int`, *optional*, defaults to `0`):
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="about how long the command may take: training ends early enough for the attempts that follow it (default: no limit)",
+        help="about how long the command may take: a warm start and training end early enough for what follows them (default: no limit)",
     )
     parser.add_argument("--learning-rate", type=float, help="learning rate (default: by the size of the model)")
     parser.add_argument(

@@ -138,6 +138,7 @@ def _planned(arguments: TrainArguments, folder: Path) -> tuple[Any, Any, list[An
         num_validation=num_validation,
         has_tasks=has_tasks,
         attempts=attempts_at(arguments.eval_temperature),
+        minutes=arguments.minutes,
     )
     return choice, size, plan
 
@@ -151,8 +152,21 @@ def _show_plan(arguments: TrainArguments, choice: Any, plan: list[Any], ledger: 
         console.print(f"  {reason}", soft_wrap=True)
     console.print(plan_table(plan, ledger))
     if arguments.minutes is not None:
-        console.print(f"Training ends early enough that all takes about {arguments.minutes:g} minutes at most.")
+        console.print(_time_left(arguments.minutes, plan, ledger), soft_wrap=True)
     console.print("Times are rough, and for tools that answer at once. The same command goes on where it stopped.")
+
+
+def _time_left(minutes: float, plan: list[Any], ledger: Ledger) -> str:
+    """Say what a limit of time means, or that it is too short for what it does not shorten."""
+    from mcp_grpo.train.plan import duration
+
+    fixed = sum(each.seconds or 0.0 for each in plan if each.name != "training" and not ledger.is_done(each.name))
+    if fixed > 60 * minutes:
+        return (
+            f"All but training takes about {duration(fixed)}, which is more than {minutes:g} minutes: there will be one step of training. Raise "
+            "`--minutes`, or lower `--num-eval-tasks`."
+        )
+    return f"A warm start and training end early enough that all takes about {minutes:g} minutes at most."
 
 
 def _take(place: str, name: str, take: Any, ledger: Ledger, console: Console) -> None:

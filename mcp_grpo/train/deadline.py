@@ -1,4 +1,4 @@
-"""Training that ends in time for what follows it, with its learning rate fallen."""
+"""Training, and imitation, that end in time for what follows them, with their learning rate fallen."""
 
 import math
 import time
@@ -109,3 +109,50 @@ class Deadline(TrainerCallback):
         if state.global_step:  # the checkpoint has the rate of a run that was about to end
             lr_scheduler.last_epoch -= 1
             lr_scheduler.step()
+
+
+class EndsInTime(TrainerCallback):
+    """
+    Ends an imitation by a given time, with its whole schedule of learning rates in the steps that there is time for.
+
+    At least one step is taken. From the second on, which is the first without a trial of the model, it is known about how long one takes, and so how many
+    there will be; the schedule goes on so much faster.
+
+    Args:
+        end (`float`):
+            When it is to be done, by `clock`.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
+            Tells the time.
+
+    Attributes:
+        num_left_out (`int`):
+            Steps that there was no time for.
+    """
+
+    def __init__(self, end: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_left_out = 0
+        self._end, self._clock = end, clock
+        self._began = clock()  # when the first step had ended
+        self._pace = 1.0  # steps of the schedule for each that is taken
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        if isinstance(lr_scheduler, LambdaLR):
+            lr_scheduler.lr_lambdas = [self._faster(factor) for factor in lr_scheduler.lr_lambdas]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if math.isinf(self._end):
+            return
+        now, step = self._clock(), state.global_step
+        if step == 1:
+            self._began = now
+            number = state.max_steps if now < self._end else 1
+        else:
+            number = step + max(0, int((self._end - now) // ((now - self._began) / (step - 1))))
+        number = min(number, state.max_steps)
+        self._pace = state.max_steps / number
+        if step >= number:
+            self.num_left_out = state.max_steps - step
+            control.should_training_stop = control.should_log = True
+
+    def _faster(self, factor: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda step: factor(step * self._pace)

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from mcp_grpo.errors import SettingsError
@@ -122,6 +122,7 @@ def imitate(
     quantization_config: Any = None,
     user: User | None = None,
     is_success: Callable[[Trajectory], bool] = is_done,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> SFTTrainer:
     """
     Train a policy on the solutions of tasks, run on the servers, and save it to `output_dir` of the settings.
@@ -155,6 +156,8 @@ def imitate(
             Says what users say next, as [`MCPGRPOTrainer`] takes it.
         is_success (`Callable[[Trajectory], bool]`, *optional*):
             Whether a solution does its task; whether it gives the task's answer and leaves the state it asks for, if not given.
+        callbacks (`Sequence[TrainerCallback]`, *optional*):
+            Of the trainer.
 
     Returns:
         [`~trl.SFTTrainer`]: The finished trainer.
@@ -187,6 +190,7 @@ def imitate(
         processing_class=tokenizer,
         peft_config=peft_config,
         quantization_config=quantization_config,
+        callbacks=[*callbacks],
     )
     model: Any = trainer.model
     give_bias(trainer.accelerator.unwrap_model(model))

@@ -15,12 +15,13 @@ STAGES = ("doctor", "tasks", "calls", "before", "training", "after", "report")
 NUM_LOOKED_AT = 16  # attempts that tell whether a policy can call tools, and ever succeeds
 ATTEMPTS = 2  # at each of the tasks to judge by, where they can differ
 TOKENS_WRITTEN, TOKENS_READ = 120, 800  # by an attempt, about, with tools that say little
+WARM_START_SHARE = 1 / 3  # of the time that is left, for a warm start that would take longer
 START = 20.0  # seconds for servers and a model
 START_OF_VLLM = 60.0
-# Weights times tokens per second, and the least seconds of an attempt: on two CPU cores (SmolLM2-135M and the quickstart's model), and on
-# an H200 (SmolLM2-135M to Qwen3-1.7B).
+# Weights times tokens per second, and the least seconds of an attempt: on two CPU cores (SmolLM2-135M and the quickstart's model; learning
+# with what attempts and solutions begin with computed once), and on an H200 (SmolLM2-135M to Qwen3-1.7B, as rows).
 SAMPLING = {"cpu": (5e9, 0.03), "gpu": (2e11, 0.25), "vllm": (8e11, 0.055)}
-LEARNING = {"cpu": (4.2e9, 0.03), "gpu": (2e13, 0.02), "vllm": (2e13, 0.02)}
+LEARNING = {"cpu": (2.5e10, 0.03), "gpu": (2e13, 0.02), "vllm": (2e13, 0.02)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ def make_plan(
     num_validation: int,
     has_tasks: bool,
     attempts: int = ATTEMPTS,
+    minutes: float | None = None,
 ) -> list[Stage]:
     """
     Plan a run.
@@ -76,6 +78,8 @@ def make_plan(
             Whether there are tasks already.
         attempts (`int`, *optional*, defaults to `2`):
             Attempts at each task to judge by.
+        minutes (`float`, *optional*):
+            Minutes that all of it may take.
 
     Returns:
         `list[Stage]`: The stages, in their order.
@@ -96,6 +100,9 @@ def make_plan(
             return None
         return num_sampled * sampled + num_learnt * learnt + other
 
+    imitation = cost(0.0, warm)
+    if imitation is not None and minutes is not None:
+        imitation = min(imitation, WARM_START_SHARE * 60 * minutes)
     return [
         Stage(name="doctor", what="find what is wrong before anything is started", seconds=START),
         Stage(name="tasks", what=tasks, seconds=1.0 if has_tasks else 30.0),
@@ -103,7 +110,7 @@ def make_plan(
             name="calls",
             what=f"see in {NUM_LOOKED_AT} attempts whether the policy calls tools well and ever succeeds; if not, warm it up",
             seconds=cost(NUM_LOOKED_AT, other=start),
-            more=cost(num_test + NUM_LOOKED_AT, warm, start),
+            more=None if imitation is None else cost(num_test + NUM_LOOKED_AT, other=start + imitation),
         ),
         Stage(name="before", what=f"{judged} attempts at {num_test} tasks to judge by", seconds=cost(judged)),
         Stage(

@@ -3,6 +3,7 @@
 import gc
 import math
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -31,7 +32,7 @@ from mcp_grpo.rollout.replay import limits_sentence
 from mcp_grpo.synth import SynthSettings, make_tasks, write_tasks
 from mcp_grpo.tasks import tasks_from_rows
 from mcp_grpo.train.arguments import TrainArguments
-from mcp_grpo.train.deadline import Deadline
+from mcp_grpo.train.deadline import Deadline, EndsInTime
 from mcp_grpo.train.imitation import (
     GOOD_VALID_CALLS,
     MIN_VALID_CALLS,
@@ -43,7 +44,7 @@ from mcp_grpo.train.imitation import (
     warm_model,
 )
 from mcp_grpo.train.ledger import Ledger
-from mcp_grpo.train.plan import NUM_LOOKED_AT, attempts_at
+from mcp_grpo.train.plan import NUM_LOOKED_AT, WARM_START_SHARE, attempts_at
 from mcp_grpo.train.settings import Choice, ModelSize, fit_step, warm_up_settings
 from mcp_grpo.train.splits import TASKS_FOLDER, Splits, load_splits
 from mcp_grpo.train.world import world_of
@@ -157,7 +158,7 @@ class Stages:
 
     def calls(self) -> str:
         """See whether the policy calls tools well and ever succeeds, and warm it up on the solutions of tasks if not."""
-        warm = self._folder / WARM_START
+        warm, cut = self._folder / WARM_START, ""
         if self._ledger["base"] is None:
             attempts = self._look()
             share, succeeds = valid_calls(attempts)[0], any(map(self._world.is_success, attempts))
@@ -173,10 +174,16 @@ class Stages:
             self._evaluate(UNTRAINED)
             self.close()
             shutil.rmtree(warm, ignore_errors=True)
-            self._warm_up(solutions, warm)
+            cut = self._warm_up(solutions, warm)
             self._ledger.note(base=str(warm_model(warm)))
         attempts = self._look()
         if valid_calls(attempts)[0] < MIN_VALID_CALLS:
+            if cut:
+                self._ledger.note(base=None)  # so that the next try has a warm start of its own
+                raise SettingsError(
+                    f"The warm start has not taught the policy to call tools: {calls_sentence(attempts)} {cut} Give the same command with more "
+                    "minutes, or a smaller model (`--model`)."
+                )
             raise SettingsError(
                 f"The warm start has not taught the policy to call tools: {calls_sentence(attempts)} Training would only punish "
                 "it. Give more tasks with solutions (`--num-tasks`, or a column `solution`), or a model that was trained on "
@@ -378,8 +385,8 @@ class Stages:
             )
         return found
 
-    def _warm_up(self, tasks: Sequence[Task], folder: Path) -> None:
-        """Let the policy imitate solutions."""
+    def _warm_up(self, tasks: Sequence[Task], folder: Path) -> str:
+        """Let the policy imitate solutions; say what there was no time for."""
         is_cpu = bool(self._choice.settings.get("use_cpu"))
         settings = warm_up_settings(self._size, len(tasks), is_cpu=is_cpu)
         loading = {"dtype": settings.pop("dtype")}
@@ -397,6 +404,8 @@ class Stages:
             logging_steps=max(1, settings["max_steps"] // 4),
             **settings,
         )
+        now = time.monotonic()
+        limit = EndsInTime(now + WARM_START_SHARE * (self._end - now))
         imitate(
             self._model,
             AutoTokenizer.from_pretrained(self._model),
@@ -410,7 +419,14 @@ class Stages:
             chat_template_kwargs=self._settings["chat_template_kwargs"],
             max_result_tokens=self._settings["max_result_tokens"],
             peft_config=get_peft_config(model),
+            callbacks=[limit],
         )
+        if not limit.num_left_out:
+            return ""
+        taken = settings["max_steps"] - limit.num_left_out
+        said = f"There was time for {taken} of {settings['max_steps']} steps of the warm start, a third of what was left (`--minutes`)."
+        self._say(said)
+        return said
 
     def _results(self) -> tuple[Any, Any]:
         return read_evaluation(self._folder / BEFORE), read_evaluation(self._folder / AFTER)

@@ -114,7 +114,7 @@ def test_one_command_trains_in_an_environment(tmp_path: Path, capsys: pytest.Cap
     assert main(["train", *where, *more, "--model", str(WARM_START), "--steps", "2", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "on Quickstart, in " in said
-    assert "Training ends early enough that all takes about 0.01 minutes at most." in said
+    assert "which is more than 0.01 minutes: there will be one step of training. Raise `--minutes`" in said
     assert re.search(
         r"^1 of 2 steps, as the 0.01 minutes are nearly over; the policy of step 1, .*, is kept.", said, re.MULTILINE
     )
@@ -235,6 +235,11 @@ def test_a_policy_that_cannot_call_is_warmed_up_and_refused_if_that_is_for_nothi
     content["facts"] = {}  # another folder would begin anew likewise
     (tmp_path / "out" / LEDGER_FILE).write_text(json.dumps(content))
     chosen["max_steps"] = 150
+    assert main([*arguments, "--minutes", "0.01"]) == 1
+    said = capsys.readouterr()
+    assert "There was time for 1 of 150 steps of the warm start" in said.out
+    assert "There was time for 1 of 150 steps" in said.err
+    assert "Give the same command with more minutes" in said.err
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "After a warm start: Of" in said

@@ -1,5 +1,6 @@
 """Training that ends in time, with its learning rate fallen."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -12,7 +13,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments, get_sc
 from transformers.trainer_callback import DefaultFlowCallback
 
 from mcp_grpo.train import deadline as deadlines
-from mcp_grpo.train.deadline import Deadline
+from mcp_grpo.train.deadline import Deadline, EndsInTime
 
 
 DECAY, WARMUP = 10, 4
@@ -48,7 +49,7 @@ class Run:
             max_steps=self.max_steps, eval_steps=self.eval_steps, save_steps=self.save_steps, logging_steps=1000
         )
         self.control = TrainerControl()
-        self.deadline = Deadline(self.end, self.reserve, clock=lambda: self.now)
+        self.deadline: Any = Deadline(self.end, self.reserve, clock=lambda: self.now)
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         self.scheduler: Any = get_scheduler(
             self.schedule,
@@ -89,6 +90,38 @@ class Run:
     @property
     def step(self) -> int:
         return self.state.global_step
+
+
+def imitate(end: float, seconds: Iterable[float], max_steps: int = 40) -> tuple[Run, EndsInTime]:
+    """An imitation with a cosine schedule that has until `end`."""
+    run = Run(end, max_steps=max_steps, schedule="cosine")
+    run.deadline = limit = EndsInTime(end, clock=lambda: run.now)
+    return run.take(seconds), limit
+
+
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 12.0])
+def test_an_imitation_ends_in_time_with_its_rate_fallen(seconds: float) -> None:
+    run, limit = imitate(100, chain([seconds + 1], repeat(seconds)))
+    assert 100 - seconds < run.now <= 100 or run.step == 40
+    assert limit.num_left_out == 40 - run.step
+    assert max(run.rates) > 0.7
+    assert run.rates[-1] < 0.5 * max(run.rates)
+    whole = Run(math.inf, max_steps=40, schedule="cosine").take(repeat(seconds, 40)).rates
+    if run.step == 40:
+        assert run.rates == whole
+    else:
+        late = [whole[min(39, round(i * 40 / run.step))] for i in range(2, run.step)]
+        assert run.rates[3:] == pytest.approx(late[1:], abs=0.15)
+
+
+def test_an_imitation_takes_one_step_at_least_and_all_where_there_is_time() -> None:
+    assert imitate(-5, repeat(1.0))[0].step == 1
+    for end in (1000.0, math.inf):
+        run, limit = imitate(end, repeat(1.0, 40))
+        assert (run.step, limit.num_left_out) == (40, 0)
+    run, limit = imitate(50, chain(repeat(1.0, 10), repeat(10.0)))  # steps may get slower
+    assert run.now <= 50 + 10
+    assert limit.num_left_out == 40 - run.step
 
 
 def test_training_ends_in_time_for_what_follows_it() -> None:

@@ -96,6 +96,26 @@ def test_a_larger_model_and_a_cpu_take_longer() -> None:
     ]
 
 
+def test_a_warm_start_is_planned_with_a_third_of_the_time_that_there_is() -> None:
+    def more(minutes: float | None) -> float:
+        settings = settings_for(Machine(), SIZES["1.7B"]).settings
+        plan = make_plan(
+            settings,
+            SIZES["1.7B"],
+            tasks="",
+            num_train=99,
+            num_test=40,
+            num_validation=0,
+            has_tasks=True,
+            minutes=minutes,
+        )
+        (found,) = (stage.more for stage in plan if stage.more is not None)
+        return found
+
+    assert more(60) - more(30) == pytest.approx(30 * 60 / 3)
+    assert more(10_000) == more(None) > more(60)
+
+
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(
     told: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
