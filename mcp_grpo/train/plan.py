@@ -141,7 +141,11 @@ def plan_table(stages: Sequence[Stage], ledger: Ledger) -> Table:
         table.add_row(str(number), stage.name, Text(stage.what), Text(about), style=style)
     table.add_section()
     unknown = any(stage.seconds is None for stage in left)
-    table.add_row("", "in all", "", Text(duration(None if unknown else sum(stage.seconds or 0.0 for stage in left))))
+    total = sum(stage.seconds or 0.0 for stage in left)
+    about = duration(None if unknown else total)
+    if not unknown and (more := sum(stage.more or 0.0 for stage in left)):
+        about += f"; with a warm start {duration(total + more)}"
+    table.add_row("", "in all", "", Text(about))
     return table
 
 

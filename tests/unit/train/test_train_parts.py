@@ -1,11 +1,13 @@
 """The parts of `mcp-grpo train`: its plan, what it goes on from, which tasks are held out, and its settings."""
 
+import io
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mcp_grpo.cli import main
 from mcp_grpo.config import MCPGRPOConfig
@@ -15,7 +17,7 @@ from mcp_grpo.errors import SettingsError
 from mcp_grpo.rewards import fault_penalty
 from mcp_grpo.train.arguments import TrainArguments
 from mcp_grpo.train.ledger import Ledger
-from mcp_grpo.train.plan import STAGES, attempts_at, duration, make_plan
+from mcp_grpo.train.plan import STAGES, Stage, attempts_at, duration, make_plan, plan_table
 from mcp_grpo.train.settings import ModelSize, fit_step, settings_for, warm_up_steps
 from mcp_grpo.train.splits import load_splits
 from mcp_grpo.train.world import world_of
@@ -114,6 +116,16 @@ def test_a_warm_start_is_planned_with_a_third_of_the_time_that_there_is() -> Non
 
     assert more(60) - more(30) == pytest.approx(30 * 60 / 3)
     assert more(10_000) == more(None) > more(60)
+
+
+def test_a_plan_says_how_long_all_takes_with_a_warm_start_and_without(tmp_path: Path) -> None:
+    stages = [
+        Stage(name="calls", what="look", seconds=60, more=240),
+        Stage(name="training", what="train", seconds=120),
+    ]
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(plan_table(stages, Ledger(tmp_path, {})))
+    assert "3 min; with a warm start 7 min" in console.export_text()
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(
