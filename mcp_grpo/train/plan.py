@@ -142,10 +142,9 @@ def plan_table(stages: Sequence[Stage], ledger: Ledger) -> Table:
     table.add_section()
     unknown = any(stage.seconds is None for stage in left)
     total = sum(stage.seconds or 0.0 for stage in left)
-    about = duration(None if unknown else total)
+    table.add_row("", "in all", "", Text(duration(None if unknown else total)))
     if not unknown and (more := sum(stage.more or 0.0 for stage in left)):
-        about += f"; with a warm start {duration(total + more)}"
-    table.add_row("", "in all", "", Text(about))
+        table.add_row("", "", "with a warm start", Text(duration(total + more)))
     return table
 
 
