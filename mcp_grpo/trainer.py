@@ -91,9 +91,9 @@ from mcp_grpo.publishing import (
     Publisher,
     begin_checkpoint,
     checked_checkpoint,
+    complete_checkpoints,
     finish_checkpoint,
     load_state,
-    newest_checkpoint,
     save_state,
     shared_system,
 )
@@ -250,6 +250,10 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._monitor = RunMonitor(args)
         self._evaluations = EvaluationHistory(Path(cast("str", args.output_dir)))
         self._kept_step: int | None = None
+        self._begun_at_step, self._saved = (
+            0,
+            set[int](),
+        )  # steps of the checkpoint that was gone on from, and of those written since
         self._is_success = is_success
         self._has_user = user is not None
         self._engine: RolloutEngine | None = None
@@ -405,6 +409,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             raise SettingsError("There are no tasks to train on. Pass `train_dataset` to the trainer.")
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._upcoming, self._kept_step = (None, []), None
+        self._saved.clear()
         if self._collector is not None:
             self._collector.drop_stream()
             self._collector.sampler.forget_weights()  # another run may have been at the same step, with other weights
@@ -428,13 +433,20 @@ class MCPGRPOTrainer(GRPOTrainer):
         kept = f"; step {best}, the best that was evaluated, is the policy that is kept" if best else ""
         said = [f"The run was stopped at step {stopped.step}, with {saved}{kept}."]
         if since is not None and not best:
-            earlier, _ = newest_checkpoint(str(folder), before=since - 1)  # from which its batch was sampled
+            # That step's batch is the first that is known to be worse; the one before it was sampled by a policy that is older by so much.
+            before = since - self._updates_per_batch - (self.args.max_staleness or 0)
+            earlier = max((step for step in self._own_checkpoints() if step < before), default=None)
             said.append(
                 f"It began at about step {since}, and no checkpoint is from before that."
                 if earlier is None
-                else f"It began at about step {since}: {Path(earlier).name} is from before that."
+                else f"It began at about step {since}: checkpoint-{earlier} is from before that."
             )
         return " ".join([*said, 'To train on all the same, set `on_unhealthy="warn"`.'])
+
+    def _own_checkpoints(self) -> list[int]:
+        """Return the steps of the complete checkpoints of this run, and of those that it went on from."""
+        begun = self._begun_at_step
+        return [step for step in complete_checkpoints(self._checkpoint_folder) if step <= begun or step in self._saved]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See [`~transformers.Trainer`]. With `servers`, rewards by task are also kept in `evaluations.jsonl`."""
@@ -830,6 +842,8 @@ class MCPGRPOTrainer(GRPOTrainer):
         """Return what the loss needs to know of a batch beside what TRL tells it, and record what happened in it."""
         metrics = batch.reduced_metrics(self.accelerator)
         self._record(metrics)
+        if not self.catalog.tools:  # that none is called says nothing
+            self._monitor.seen.pop("tools/call_frequency", None)
         try:
             check_failures(batch.trajectories, metrics["rollout/failed_fraction"], self.args.max_failed_fraction)
         except RolloutError:
@@ -1047,6 +1061,10 @@ class MCPGRPOTrainer(GRPOTrainer):
         return cast("int", self.args.steps_per_generation) * self.num_iterations
 
     @property
+    def _updates_per_batch(self) -> int:
+        return max(1, self._generate_every // self.args.gradient_accumulation_steps)
+
+    @property
     def _is_on_policy(self) -> bool:
         """Return whether each batch is used for one update only."""
         return self.args.gradient_accumulation_steps % self._generate_every == 0
@@ -1198,6 +1216,7 @@ class MCPGRPOTrainer(GRPOTrainer):
             begin_checkpoint(self._checkpoint_folder)
         self.accelerator.wait_for_everyone()
         folder = self._checkpoint_folder / UNFINISHED
+        self._saved.add(self.state.global_step)
         final = save_checkpoint_apart(self, lambda: super(MCPGRPOTrainer, self)._save_checkpoint(model, trial), folder)
         self.accelerator.wait_for_everyone()
         # First where the weights are; then on machines that do not see that disk, and have files of their own processes.
@@ -1374,6 +1393,7 @@ class _StepEnd(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._begun_at_step = state.global_step
         if self._trainer._records is not None:
             self._trainer._records.forget_from(state.global_step)
 

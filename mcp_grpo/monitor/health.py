@@ -34,7 +34,9 @@ EV_WINDOW = 10  # steps
 MAX_EV_DROP = 0.3
 
 CUTS = ("stop/max_tokens", "stop/max_turns")
-TRENDS = ("entropy", "reward", "stop/answered", "cuts", "tools/call_frequency")
+TRENDS = ("entropy", "reward", "stop/answered", "cuts", "endless")
+CALLS = "tools/call_frequency"
+MIN_CALLS_LEFT = 0.5  # of the first batch's
 
 Metrics = Mapping[str, float]
 
@@ -110,9 +112,9 @@ def _is_narrow(m: Metrics) -> bool:
     return m["now/entropy"] < MIN_ENTROPY_LEFT * m["start/entropy"]
 
 
-def _is_cut_more(m: Metrics, times: int = 1) -> bool:
+def _is_cut_more(m: Metrics) -> bool:
     """Return whether more are cut than at the start, or far more than in the first batch: a collapse may take two updates."""
-    return m["now/cuts"] > min(m["start/cuts"] + times * MAX_CUT_RISE, m["first/cuts"] + MAX_CUT_JUMP)
+    return m["now/cuts"] > min(m["start/cuts"] + MAX_CUT_RISE, m["first/cuts"] + MAX_CUT_JUMP)
 
 
 def _cuts_before(m: Metrics) -> float:
@@ -122,11 +124,12 @@ def _cuts_before(m: Metrics) -> float:
 
 def _has_collapsed(m: Metrics) -> bool:
     has_fallen = m["now/reward"] < m["best/reward"] - max(MIN_RISE, 0.5 * abs(m["best/reward"]))
-    is_endless = _is_cut_more(m, times=2)  # whatever it is paid for it
+    # Whatever it is paid for it. Not by turns, which a policy may well use up in a game.
+    is_endless = m["now/endless"] > min(m["start/endless"] + 2 * MAX_CUT_RISE, m["first/endless"] + MAX_CUT_JUMP)
     return _is_narrow(m) and (is_endless or (not _has_risen(m) and (_is_cut_more(m) or has_fallen)))
 
 
-_TREND_KEYS = (*(f"now/{name}" for name in ("entropy", "reward", "stop/answered", "cuts")), "first/cuts")
+_TREND_KEYS = (*(f"now/{name}" for name in TRENDS), "first/cuts")
 _GO_BACK = "Go on from a checkpoint before the fall, or start anew."
 _LESS_DRASTIC = "Lower `learning_rate`, raise `beta` so that a reference holds the policy, or set `entropy_coef` (0.001 is a start)."
 
@@ -140,7 +143,7 @@ _ASK = "Say in the prompt that tools are to be used, train on calls first, or se
 
 def _what_calls_need(m: Metrics, otherwise: str = _LOOK) -> str:
     """Say what to do where no tool is called, by whether any was called in the first batch."""
-    before = m.get("first/tools/call_frequency", 0.0)
+    before = m.get(f"first/{CALLS}", 0.0)
     if not before:
         return otherwise
     return (
@@ -355,9 +358,12 @@ class Health:
         self._explained: deque[float] = deque(maxlen=2 * EV_WINDOW)
         self._flat: deque[float] = deque(maxlen=FLAT_WINDOW)
         self._num_batches = 0
-        self._steps: deque[int] = deque(maxlen=WINDOW)  # of the last batches
-        self._since: dict[str, int | None] = {}  # from which step a sign shows that the policy got worse
-        self._cut_since: int | None = None  # step from which every batch had more cuts than the first
+        self._first_calls: float | None = None  # of the first batch, a trajectory
+        self._steps: deque[int] = deque(maxlen=2 * WINDOW)  # of the last batches
+        self._since: dict[str, int | None] = {}  # from which step signs of a fall show, while they do
+        self._worse_since: int | None = (
+            None  # step from which every batch was cut far more, or called far less, than the first
+        )
         self._trends = {name: _Trend() for name in TRENDS}
         self.notes: list[HealthNote] = []
 
@@ -385,9 +391,12 @@ class Health:
         seen = self._with_trends(metrics)
         if "reward" in metrics:
             self._steps.append(step)
-        if "first/cuts" in seen:
-            is_more = seen["cuts"] > seen["first/cuts"] + MAX_CUT_RISE
-            self._cut_since = (self._cut_since or step) if is_more else None
+            is_worse = "first/cuts" in seen and seen["cuts"] > seen["first/cuts"] + MAX_CUT_JUMP
+            if CALLS in seen:
+                self._first_calls = seen[CALLS] if self._first_calls is None else self._first_calls
+                seen[f"first/{CALLS}"] = self._first_calls
+                is_worse |= seen[CALLS] < MIN_CALLS_LEFT * self._first_calls
+            self._worse_since = (self._worse_since or step) if is_worse else None
         said = [note for sign in _SIGNS if (note := self._check_sign(sign, seen, step))]
         said += self._check_value(metrics.get("value/explained_variance"), step)
         return said
@@ -412,22 +421,31 @@ class Health:
         if not all(key in metrics for key in sign.keys):
             return None  # nothing new to tell by
         self._counts[sign.name] = self._counts.get(sign.name, 0) + 1 if sign.shows(metrics) else 0
-        if sign.is_fall and self._counts[sign.name] == 1:
+        if not (sign.is_fall and self._counts[sign.name]):
+            self._since.pop(sign.name, None)
+        elif sign.name not in self._since:
             self._since[sign.name] = self._began(sign, step)
         if self._counts[sign.name] < self._needed(sign) or any(note.name == sign.name for note in self.notes):
             return None
         sentence = sign.sentence(metrics)
         if sign.patience:
             sentence = f"In {self._needed(sign)} batches in a row: {sentence}"
-        return self.note(sign.name, sentence, step, is_fatal=sign.is_fatal, since=self._since.get(sign.name))
+        return self.note(sign.name, sentence, step, is_fatal=sign.is_fatal, since=self._fallen_since(sign))
 
     def _began(self, sign: _Sign, step: int) -> int | None:
         """Return from which step on the policy may have been worse; `None` if no batch came before that."""
-        if len(self._steps) == 1:
+        if len(self._steps) < 2:
             return None
-        is_average = any(key.startswith("now/") for key in sign.keys)  # which falls after what it is an average of
-        began = self._steps[0] if is_average else step
-        return began if self._cut_since is None else min(began, self._cut_since)
+        if not any(key.startswith("now/") for key in sign.keys):
+            return step
+        # An average falls after what it is an average of, and the first one may have fallen at any time since the first batch.
+        return self._steps[1] if self._num_batches <= 2 * WINDOW else self._steps[-WINDOW]
+
+    def _fallen_since(self, sign: _Sign) -> int | None:
+        """Return the first step from which a sign shows that the policy got worse, if this one does."""
+        if self._since.get(sign.name) is None:
+            return None
+        return min(step for step in (*self._since.values(), self._worse_since) if step is not None)
 
     def _with_trends(self, metrics: Metrics) -> dict[str, float]:
         """Add to the metrics of a batch what they were in the first one, were at the start, are now, and were at their best."""
@@ -437,7 +455,8 @@ class Health:
             if len(self._flat) == FLAT_WINDOW:
                 seen["now/flat"] = sum(self._flat) / FLAT_WINDOW
         if all(key in metrics for key in CUTS):
-            seen["cuts"] = sum(metrics.get(key, 0.0) for key in (*CUTS, "stop/context_full"))
+            seen["endless"] = metrics["stop/max_tokens"] + metrics.get("stop/context_full", 0.0)
+            seen["cuts"] = seen["endless"] + metrics["stop/max_turns"]
         if not all(name in seen for name in TRENDS):
             return seen
         self._num_batches += 1
@@ -472,7 +491,8 @@ class Health:
             "num_batches": self._num_batches,
             "steps": list(self._steps),
             "since": dict(self._since),
-            "cut_since": self._cut_since,
+            "worse_since": self._worse_since,
+            "first_calls": self._first_calls,
             "explained": list(self._explained),
             "flat": list(self._flat),
             "trends": {name: asdict(trend) for name, trend in self._trends.items()},
@@ -493,9 +513,10 @@ class Health:
         self._counts = {name: 0 if name in stopped else count for name, count in state["counts"].items()}
         self._explained = deque(state["explained"], maxlen=2 * EV_WINDOW)
         self._flat = deque(state.get("flat", ()), maxlen=FLAT_WINDOW)
-        self._steps = deque(state.get("steps", ()), maxlen=WINDOW)
+        self._steps = deque(state.get("steps", ()), maxlen=2 * WINDOW)
         self._since = dict(state.get("since", {}))
-        self._cut_since = state.get("cut_since")
+        self._worse_since, self._first_calls = state.get("worse_since"), state.get("first_calls", 0.0)
         if "trends" in state:  # not in the checkpoints of earlier versions
             self._num_batches = state["num_batches"]
-            self._trends = {name: _Trend(**values) for name, values in state["trends"].items()}
+            known = state["trends"]
+            self._trends = {name: _Trend(**known.get(name, {})) for name in TRENDS}

@@ -6,7 +6,6 @@ a part later is found out by its manifest.
 """
 
 import json
-import math
 import os
 import re
 import shutil
@@ -70,17 +69,20 @@ def checkpoint_problem(folder: Path) -> str | None:
     return f"{cut[0]} has {found[cut[0]]} bytes instead of {expected[cut[0]]}" if cut else None
 
 
-def newest_checkpoint(output_dir: str | Path, *, before: float = math.inf) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint that is complete, of those before a step, and what is wrong with each newer one."""
+def newest_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint that is complete, and what is wrong with each newer one."""
     problems: list[str] = []
-    for folder, step in _checkpoints(Path(output_dir)).items():
-        if step >= before:
-            continue
+    for folder in _checkpoints(Path(output_dir)):
         problem = checkpoint_problem(folder)
         if problem is None:
             return str(folder), problems
         problems.append(f"{folder.name} is not complete: {problem}.")
     return None, problems
+
+
+def complete_checkpoints(output_dir: str | Path) -> list[int]:
+    """Return the steps of the checkpoints that are complete, the newest first."""
+    return [step for folder, step in _checkpoints(Path(output_dir)).items() if checkpoint_problem(folder) is None]
 
 
 def checked_checkpoint(resume_from: Any, output_dir: str | Path) -> tuple[Any, str]:

@@ -160,12 +160,18 @@ def _time_left(minutes: float, plan: list[Any], ledger: Ledger) -> str:
     """Say what a limit of time means, or that it is too short for what it does not shorten."""
     from mcp_grpo.train.plan import duration
 
-    fixed = sum(each.seconds or 0.0 for each in plan if each.name != "training" and not ledger.is_done(each.name))
-    if fixed > 60 * minutes:
-        return (
-            f"All but training takes about {duration(fixed)}, which is more than {minutes:g} minutes: there will be one step of training. Raise "
-            "`--minutes`, or lower `--num-eval-tasks`."
-        )
+    if ledger.is_done("training"):
+        return f"Training is done, so that {minutes:g} minutes are no limit to what follows it."
+    left = [each for each in plan if not ledger.is_done(each.name)]
+    fixed = sum(each.seconds or 0.0 for each in left if each.name != "training")
+    with_warm_start = fixed + sum(each.more or 0.0 for each in left)
+    for seconds, which in ((fixed, "All"), (with_warm_start, "With a warm start, all")):
+        if seconds > 60 * minutes:
+            fewer = ", or lower `--num-eval-tasks`" if len(left) == len(plan) else ""
+            return (
+                f"{which} but training takes about {duration(seconds)}, which is more than {minutes:g} minutes: there will be one step of "
+                f"training. Raise `--minutes`{fewer}."
+            )
     return f"A warm start and training end early enough that all takes about {minutes:g} minutes at most."
 
 

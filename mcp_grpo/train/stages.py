@@ -158,7 +158,7 @@ class Stages:
 
     def calls(self) -> str:
         """See whether the policy calls tools well and ever succeeds, and warm it up on the solutions of tasks if not."""
-        warm, cut = self._folder / WARM_START, ""
+        warm = self._folder / WARM_START
         if self._ledger["base"] is None:
             attempts = self._look()
             share, succeeds = valid_calls(attempts)[0], any(map(self._world.is_success, attempts))
@@ -175,14 +175,14 @@ class Stages:
             self.close()
             shutil.rmtree(warm, ignore_errors=True)
             cut = self._warm_up(solutions, warm)
-            self._ledger.note(base=str(warm_model(warm)))
+            self._ledger.note(base=str(warm_model(warm)), cut=cut)
         attempts = self._look()
         if valid_calls(attempts)[0] < MIN_VALID_CALLS:
-            if cut:
+            if cut := self._ledger["cut"]:
                 self._ledger.note(base=None)  # so that the next try has a warm start of its own
                 raise SettingsError(
                     f"The warm start has not taught the policy to call tools: {calls_sentence(attempts)} {cut} Give the same command with more "
-                    "minutes, or a smaller model (`--model`)."
+                    "minutes, or take a smaller model (`--model`, with another `--out`)."
                 )
             raise SettingsError(
                 f"The warm start has not taught the policy to call tools: {calls_sentence(attempts)} Training would only punish "

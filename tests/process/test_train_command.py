@@ -135,9 +135,13 @@ def make_questions() -> Environment:
 @pytest.mark.full
 def test_one_command_trains_where_there_are_no_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--environment", f"{__name__}:make_questions", "--model", str(WARM_START)]
-    main(["train", *where, "--steps", "2", "--out", str(tmp_path / "out")])  # nothing may be learnt, and it says so
+    # Nothing may be learnt, and it says so; but not for want of calls, which would end it after ten batches.
+    main(["train", *where, "--steps", "12", "--out", str(tmp_path / "out")])
     said = capsys.readouterr()
     assert "There are no tools to call." in said.out
+    assert "called no tool" not in said.out + said.err
+    assert "No tool was called" not in said.out + said.err
+    assert re.search(r"^12 steps; the policy of step \d+", said.out, re.MULTILINE), said.out
     assert "Success after training" in said.out, said.err
 
 

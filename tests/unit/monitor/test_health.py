@@ -157,14 +157,48 @@ def test_a_policy_that_has_unlearnt_to_call_is_told_from_one_that_never_could(
     assert unlearnt.since == (None if name == "no_calls" else 2)  # which is no reason to stop
 
 
-def test_a_fall_begins_where_trajectories_no_longer_end() -> None:
-    cut = {"stop/max_tokens": 0.9, "stop/max_turns": 0.0}
-    silent = cut | {"tools/call_frequency": 0.0}
-    series = [{"stop/max_tokens": 0.0}] * 4 + [cut] * 3 + [silent] * 6
+CUT = {"stop/max_tokens": 0.9, "stop/max_turns": 0.0}
+SILENT = {"tools/call_frequency": 0.0}
+GONE = {"entropy": 0.01, "reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("series", "name", "since"),
+    [
+        ([{}] * 7 + [SILENT] * 6, "never_calls", 8),
+        ([{"stop/max_tokens": 0.0}] * 4 + [CUT] * 3 + [CUT | SILENT] * 6, "never_calls", 5),
+        # Few more cuts than in a first batch that happened to have none are no fall.
+        ([{"stop/max_tokens": 0.0, "stop/max_turns": 0.0}] + [{}] * 30 + [SILENT] * 6, "never_calls", 32),
+        ([{}] * 4 + [{"tools/call_frequency": each} for each in (0.9, 0.4, 0.1)] + [SILENT] * 6, "never_calls", 6),
+        ([{}] * 7 + [SILENT] + [SILENT | {"reward": 0.0} | FLAT] * 3, "no_signal", 8),
+        ([{}] * 2 + [GONE] * 11, "collapse", 2),
+        ([{}] * 20 + [GONE] * 8, "collapse", 20),
+    ],
+)
+def test_a_fall_is_told_with_the_step_that_it_began_at(series: Series, name: str, since: int) -> None:
     (fatal,) = (note for note in notes_of(series) if note.is_fatal)
-    assert (fatal.name, fatal.since) == ("never_calls", 5)
-    (fatal,) = (note for note in notes_of([{}] * 7 + [{"tools/call_frequency": 0.0}] * 6) if note.is_fatal)
-    assert (fatal.name, fatal.since) == ("never_calls", 8)
+    assert (fatal.name, fatal.since) == (name, since)
+
+
+def test_a_fall_that_goes_on_after_a_checkpoint_began_before_it() -> None:
+    health = Health(patience=3)
+    for step in range(1, 18):
+        health.check(FINE | (SILENT if step > 7 else {}), step=step)
+    first = next(note for note in health.notes if note.is_fatal)
+    health = resumed(health)
+    for step in range(18, 30):
+        health.check(FINE | SILENT, step=step)
+    again = next(note for note in health.notes if note.is_fatal)
+    assert (first.step, first.since, again.since) == (13, 8, 8)
+    assert "called some before it was trained" in again.sentence
+
+
+def test_a_policy_that_plays_all_its_turns_for_a_reward_that_rises_has_not_collapsed() -> None:
+    before = {"entropy": 0.3, "reward": 0.1, "stop/max_tokens": 0.0, "stop/max_turns": 0.1}
+    after = {"entropy": 0.01, "reward": 0.9, "stop/max_tokens": 0.0, "stop/max_turns": 1.0}
+    assert not any(note.is_fatal for note in notes_of(trend(before, after, num_steps=30)))
+    endless = after | {"stop/max_tokens": 1.0, "stop/max_turns": 0.0}
+    assert any(note.is_fatal for note in notes_of(trend(before, endless, num_steps=30)))
 
 
 def test_entropy_may_fall_to_nothing_while_the_reward_rises() -> None:

@@ -16,6 +16,7 @@ from mcp_grpo.environments import Environment
 from mcp_grpo.errors import SettingsError
 from mcp_grpo.rewards import fault_penalty
 from mcp_grpo.train.arguments import TrainArguments
+from mcp_grpo.train.command import _time_left
 from mcp_grpo.train.ledger import Ledger
 from mcp_grpo.train.plan import STAGES, Stage, attempts_at, duration, make_plan, plan_table
 from mcp_grpo.train.settings import ModelSize, fit_step, settings_for, warm_up_steps
@@ -130,6 +131,24 @@ def test_a_plan_says_how_long_all_takes_with_a_warm_start_and_without(tmp_path: 
         ["in all", "", "3 min"],
         ["", "with a warm start", "7 min"],
     ]
+
+
+def test_a_limit_of_time_that_is_too_short_is_told_before_anything_is_done(tmp_path: Path) -> None:
+    stages = [
+        Stage(name="calls", what="look", seconds=60, more=240),
+        Stage(name="training", what="train", seconds=9000),
+        Stage(name="after", what="judge", seconds=60),
+    ]
+    ledger = Ledger(tmp_path, {})
+    assert _time_left(1, stages, ledger).startswith("All but training takes about 2 min, which is more than 1 minutes")
+    assert _time_left(4, stages, ledger).startswith("With a warm start, all but training takes about 6 min")
+    assert "or lower `--num-eval-tasks`" in _time_left(4, stages, ledger)
+    assert "all takes about 7 minutes at most" in _time_left(7, stages, ledger)
+    ledger.finish("calls", "Fine.", 60)
+    assert "all takes about 4 minutes at most" in _time_left(4, stages, ledger)
+    assert "--num-eval-tasks" not in _time_left(0.5, stages, ledger)  # which it cannot change any more
+    ledger.finish("training", "Fine.", 60)
+    assert _time_left(0.5, stages, ledger).startswith("Training is done")
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(
