@@ -124,7 +124,7 @@ def test_a_policy_that_collapses_stops_the_run(
     assert "Lower `learning_rate`" in last
     began, kept = map(int, re.findall(r"It began at about step (\d+): checkpoint-(\d+) is from before that", last)[0])
     assert 6 <= kept < began < steps[-1]["step"]
-    assert steps[kept]["stop/max_tokens"] < 0.5  # of the batch that its policy sampled
+    assert steps[kept]["stop/max_tokens"] < 0.8  # of the batch that its policy sampled: at most 0.5 more than at first
     assert "More and more trajectories are cut before they end by themselves" in said.terminal
     assert "WARNING: Step" in said.terminal
     assert len(steps) < 60
