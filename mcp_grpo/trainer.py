@@ -250,10 +250,8 @@ class MCPGRPOTrainer(GRPOTrainer):
         self._monitor = RunMonitor(args)
         self._evaluations = EvaluationHistory(Path(cast("str", args.output_dir)))
         self._kept_step: int | None = None
-        self._begun_at_step, self._saved = (
-            0,
-            set[int](),
-        )  # steps of the checkpoint that was gone on from, and of those written since
+        self._begun_at_step = 0  # of the checkpoint that was gone on from
+        self._saved: set[int] = set()  # steps of the checkpoints that were written since
         self._is_success = is_success
         self._has_user = user is not None
         self._engine: RolloutEngine | None = None

@@ -361,9 +361,8 @@ class Health:
         self._first_calls: float | None = None  # of the first batch, a trajectory
         self._steps: deque[int] = deque(maxlen=2 * WINDOW)  # of the last batches
         self._since: dict[str, int | None] = {}  # from which step signs of a fall show, while they do
-        self._worse_since: int | None = (
-            None  # step from which every batch was cut far more, or called far less, than the first
-        )
+        # Step from which every batch was cut far more, or called far less, than the first.
+        self._worse_since: int | None = None
         self._trends = {name: _Trend() for name in TRENDS}
         self.notes: list[HealthNote] = []
 
